@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
 
 from carpool.errors import UnavailableError
+from carpool.keys import Keys
 from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable_json
@@ -23,7 +24,7 @@ from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, ModelOverview
 from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport
-from carpool_cli.models import describe_unregistered
+from carpool_cli.models import describe_unregistered, describe_workers, read_differing
 from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table
 
@@ -103,6 +104,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         effective, before = configure(directory, settings.model, settings.change)
         policy = effective["policy"].value
+        workers = describe_workers(
+            settings.model, read_differing(link, Keys(settings.model, settings.prefix))
+        )
         if settings.change:
             report = verdict(directory, settings.model, policy)
         else:
@@ -116,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     finally:
         directory.close()
     doubts = ModelSettings.from_mapping({name: of.value for name, of in effective.items()}).doubts()
-    notes = [note for note in (*doubts, describe_policy(policy, report)) if note]
+    notes = [note for note in (*doubts, workers, describe_policy(policy, report)) if note]
     status = 2 if settings.change and report is not None and report.unheeded else 0
     if settings.as_json:
         print(printable_json({name: setting._asdict() for name, setting in effective.items()}))

@@ -19,10 +19,12 @@ from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable, printable_json
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.dead_letters import DeadLetters
+from carpool.store.declarations import Declarations
 from carpool.store.directory import Directory, take_snapshot
 from carpool.store.eviction import eviction_warning
 from carpool.store.unregistered import Unserved, find_unregistered
 from carpool.wire.kinds import kind_of
+from carpool.wire.registration import describe_differing, differing
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table, duration
@@ -51,6 +53,7 @@ class ModelsSettings(ConnectionSettings):
                 many others were dropped, because there were too many or they grew old
     failed      requests that workers answered with errors, and what the model raised last, below the table
     refused     requests that the batcher answered with errors, by status and reason, below the table
+    settings    those that workers declare differently, as during an update, below the table
     sequences   those kept, as the batcher reports them, of all slots where the model binds them to its
                 processes (processes x max_batch_size), and those that wait to start
 
@@ -89,6 +92,8 @@ class ModelState(NamedTuple):
     loading: bool = False  # a worker is loading it
     waiting: int | None = None  # requests; None if no batcher reports how many the entries hold
     delayed: int | None = None  # of these, the ones that must not be dispatched yet (`not_before`)
+    # Of what workers declare differently how many declare which value.
+    differing: Mapping[str, Mapping[str, int]] = {}
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -178,7 +183,23 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         _is_loading(link, keys),
         report.gauges.waiting if report else None,
         report.gauges.delayed if report else None,
+        read_differing(link, keys),
     )
+
+
+def read_differing(link: Link, keys: Keys) -> Mapping[str, Mapping[str, int]]:
+    """What the living workers of a model declare differently: how many declare which value."""
+    with suppress(CommandError):  # an ACL file that is older than this
+        return differing(list(Declarations(link, keys).read().by_worker.values()))
+    return {}
+
+
+def describe_workers(model: str, found: Mapping[str, Mapping[str, int]]) -> str:
+    """The sentence about what `read_differing` found; empty if that is nothing."""
+    if not found:
+        return ""
+    described = printable(describe_differing(found))
+    return f"Workers of {model} declare different settings, and the tightest apply: {described}"
 
 
 def _is_loading(link: Link, keys: Keys) -> bool:
@@ -214,6 +235,8 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
                 f"\nThe batcher rejects the settings of {state.model} and serves it with others: "
                 f"{printable(state.unheeded)}"
             )
+        if state.differing:
+            screen.print(f"\n{describe_workers(state.model, state.differing)}")
         if state.failed:
             screen.print(f"\nRequests of {state.model} that failed: {_failures(state)}")
         if state.refused:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from carpool.keys import DEFAULT_PREFIX, Keys, models_key
+from carpool.keys import DEFAULT_PREFIX, Keys, loading_key, models_key
 
 
 class Grant(NamedTuple):
@@ -51,8 +51,8 @@ _CHANGE_SEQUENCES: Final = (
 # Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.
 _COUNTS: Final = (
     _CLOCK,
-    Grant("list the models", "smembers", "models"),
-    Grant("read what a model's workers registered", "hgetall", "registration"),
+    Grant("list the models, and those that are being loaded", "smembers", "models loading_models"),
+    Grant("read what a model's workers registered, and each declares", "hgetall", "registration declared"),
     Grant(
         "count waiting entries, batches in flight and dead letters", "xlen", "requests batches settled dead"
     ),
@@ -127,7 +127,10 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         _CLOCK,
         _EVICTION,
         Grant("tell that it loads the model", "hset pexpire del", "loading"),
+        Grant("tell which models are being loaded", "sadd srem pexpire", "loading_models"),
         Grant("register the model", "sadd", "models"),
+        Grant("tell what it declares, and see what others do", "hset hdel hkeys hgetall pexpire", "declared"),
+        Grant("see which workers live", "zrange", "workers"),
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
@@ -157,7 +160,11 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("commit.lua, step.lua: add dead letters", "xadd", "dead"),
         Grant("bound_dead.lua: drop those that are too many", "xtrim xlen memory|usage", "dead"),
         Grant("bound_dead.lua: count those that were dropped", "hincrby", "dead_dropped"),
-        Grant("bound_dead.lua: how many are too many", "hget", "registration config"),
+        Grant(
+            "bound_dead.lua: how many are too many; what is registered, and overrides",
+            "hget",
+            "registration config",
+        ),
         Grant(
             "answer.lua, reclaim.lua, commit.lua, step.lua: requests answered or begun, and chunks",
             "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
@@ -185,7 +192,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "remove its keys, and what remains of its requests and sequences",
             "del",
             "registration config requests batches settled dead dead_dropped workers "
-            "order held result replies body progress sequence sequences inbox draining",
+            "order held result replies body progress sequence sequences inbox draining declared",
         ),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
@@ -212,6 +219,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "registration": keys.registration,
         "config": keys.config,
         "workers": keys.workers,
+        "declared": keys.declared,
         "loading": keys.loading,
         "batcher": keys.batcher,
         "report": keys.report,
@@ -227,7 +235,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "held": keys.held,
     }
     of_all_models = {name: key.replace("{M}", "{*}") for name, key in of_one_model.items()}
-    return {"models": models_key(keys.prefix), **of_all_models}
+    return {"models": models_key(keys.prefix), "loading_models": loading_key(keys.prefix), **of_all_models}
 
 
 def rules(role: str, prefix: str = DEFAULT_PREFIX, *, selectors: bool = False) -> str:

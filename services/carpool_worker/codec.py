@@ -78,7 +78,9 @@ class Codec:
     def __init__(self, ready: Ready) -> None:
         self.inputs = ready.inputs
         self.outputs = ready.outputs
+        self.has_tensors = bool(ready.inputs or ready.outputs)  # so octet-stream is the bytes of one
         self.wants_requests = ready.wants_requests
+        self.batch_size_max: int | None = None  # requests that the model takes at a time; None: any number
         self._takes_sequences = ready.kind.has_sequences
         self._initial_state = ready.initial_state  # empty: no states of sequences are in Redis
         self._memo = HeadMemo()
@@ -88,7 +90,7 @@ class Codec:
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
     def prepare(self, execution: Execution, now_us: int) -> None:
-        """Build the frames of an execution that was just fetched.
+        """Build the frames of an execution that was just fetched, each of at most `batch_size_max` requests.
 
         A request that expired or that cannot be decoded gets its result instead. Of a suspect execution
         nothing is decoded yet (see `prepare_next`).
@@ -98,6 +100,8 @@ class Codec:
             return
         groups: _Groups = {}
         raising = self._raising if len(self._raising) else None
+        size_max = self.batch_size_max
+        is_divided = size_max is not None and execution.batch.size > size_max  # dispatched for other workers
         for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
             positions: Sequence[int] = range(start, start + len(run.correlation_ids))
             if execution.answered:
@@ -107,7 +111,7 @@ class Codec:
             if _expired(run, now_us):
                 for position in positions:
                     execution.expire(position)
-            elif is_whole and (stacked := self._stacked_rows(run)) is not None:
+            elif is_whole and not is_divided and (stacked := self._stacked_rows(run)) is not None:
                 parts, data = stacked
                 _add(groups, (is_apart, parts), positions, data)
             else:
@@ -117,8 +121,9 @@ class Codec:
                         _add(groups, (is_apart, decoded[0]), (position,), decoded[1])
         # Those that are apart are executed last.
         execution.frames = [
-            self._frame(execution, parts, *group)._replace(is_apart=is_apart)
+            self._frame(execution, parts, positions, data)._replace(is_apart=is_apart)
             for (is_apart, parts), group in sorted(groups.items(), key=lambda group: group[0][0])
+            for positions, data in (_divided(*group, size_max) if is_divided and size_max else [group])
         ]
 
     def prepare_next(self, execution: Execution, now_us: int) -> bool:
@@ -343,7 +348,7 @@ class Codec:
                 raise RuntimeError(f"{len(values)} results for {len(succeeded)} requests")  # never
             for run, start, of_run in _by_run(execution, succeeded):
                 of_values = values[of_run.start : of_run.stop]
-                _take_values(execution, run, start, succeeded[of_run.start : of_run.stop], of_values)
+                self._take_values(execution, run, start, succeeded[of_run.start : of_run.stop], of_values)
 
     def _take_states(self, execution: Execution, positions: Sequence[int], payload: Buffer) -> Buffer:
         """Take the new states of these requests from a payload. Returns its other part."""
@@ -364,11 +369,12 @@ class Codec:
         arrays: dict[str, Array] = {}
         for run, start, of_run in _by_run(execution, positions):
             wanted = accepted(run.extra)
-            head = heads.get(wanted or run.content_type)
+            is_value_of_bytes = run.content_type == RAW and not (wanted or self.has_tensors)
+            head = None if is_value_of_bytes else heads.get(wanted or run.content_type)
             if head is None:
                 arrays = arrays or frames.unstack(parts, len(positions), payload)
                 of_values = [_row(arrays, index) for index in of_run]
-                _take_values(execution, run, start, positions[of_run.start : of_run.stop], of_values)
+                self._take_values(execution, run, start, positions[of_run.start : of_run.stop], of_values)
                 continue
             if 0 < row_bytes <= execution.batch.max_result_bytes - len(head):
                 rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
@@ -376,6 +382,26 @@ class Codec:
                 continue
             bodies = [b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run]
             _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies, wanted)
+
+    def _take_values(
+        self,
+        execution: Execution,
+        run: BatchedRun,
+        start: int,
+        positions: Sequence[int],
+        values: Sequence[Any],
+    ) -> None:
+        """Results of requests of one run, which may have several content types."""
+        content_type, wanted = run.content_type, accepted(run.extra)
+        if wanted or is_value(content_type):  # the usual case: all have one
+            bodies = [encode_or_error(content_type, wanted, value) for value in values]
+            _take_bodies(execution, run, start, positions, bodies, wanted)
+            return
+        shown = [_shown_as(content_type, value) for value in values]
+        for position, value in zip(positions, shown, strict=True):
+            of_result = result_type(content_type, wanted, value, has_tensors=self.has_tensors)
+            body = encode_or_error(of_result, "", value)
+            _take_bodies(execution, run, start, [position], [body], of_result)
 
 
 class _ResultHead(NamedTuple):
@@ -424,6 +450,12 @@ def _add(groups: _Groups, shared: tuple[bool, tuple[Part, ...]], positions: Iter
     group[1].append(data)
 
 
+def _divided(positions: list[int], data: list[Any], size_max: int) -> list[tuple[list[int], list[Any]]]:
+    """Requests that share a frame, in groups of at most `size_max`. `data` has an item for each."""
+    starts = range(0, len(positions), size_max)
+    return [(positions[at : at + size_max], data[at : at + size_max]) for at in starts]
+
+
 def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[BatchedRun, int, range]]:
     """The runs of the requests at these ascending positions, each with its first position in the batch, and
     the indexes in `positions` of its requests."""
@@ -444,21 +476,6 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[Batche
         found.append((run, start, range(index, stop)))
         index = stop
     return found
-
-
-def _take_values(
-    execution: Execution, run: BatchedRun, start: int, positions: Sequence[int], values: Sequence[Any]
-) -> None:
-    """Results of requests of one run, which may have several content types."""
-    content_type, wanted = run.content_type, accepted(run.extra)
-    if wanted or is_value(content_type):  # the usual case: all have one
-        bodies = [encode_or_error(content_type, wanted, value) for value in values]
-        _take_bodies(execution, run, start, positions, bodies, wanted)
-        return
-    for position, value in zip(positions, [_shown_as(content_type, value) for value in values], strict=True):
-        of_result = result_type(content_type, wanted, value)
-        body = encode_or_error(of_result, "", value)
-        _take_bodies(execution, run, start, [position], [body], of_result)
 
 
 def _take_bodies(

@@ -1,8 +1,8 @@
 """The heartbeat: renews the leases of the replicas and of the batches that they have in hand.
 
-Each beat also reads Redis's clock, and registers the model again if Redis was emptied. During a drain it lets
-each replica leave when it is no longer needed: most when they have no batch in hand. Once a minute it has
-dead letters dropped that are too old.
+Each beat also reads Redis's clock, and registers the model again if Redis was emptied, or if workers that
+declare something else came or went. During a drain it lets each replica leave when it is no longer needed:
+most when they have no batch in hand. Once a minute it has dead letters dropped that are too old.
 
 It starts first and stops last. It has a thread and a connection of its own, in a process that runs no model:
 a model may hold the GIL or block in C for an hour, and its batch is still renewed. Therefore no limit on the
@@ -36,13 +36,16 @@ class Heartbeat:
         lease_ms: int,
         register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
+        follow_others: Callable[[WorkerStore], None] | None = None,
     ) -> None:
+        """`follow_others`: register the model anew if what other workers declare has changed."""
         self._replicas = replicas
         self._metrics = metrics
         self._last_beat_us: int | None = None  # by this host's monotonic clock
         self._store = store
         self._lease_ms = lease_ms
         self._register = register
+        self._follow_others = follow_others
         self._not_owned: set[str] = set()  # batches that this worker did not own at the last beat
         self._dead_letters_at_s = 0.0
         self._draining = False
@@ -83,6 +86,8 @@ class Heartbeat:
             )
         self._not_owned = not_owned
         self._measure()
+        if self._follow_others is not None and not self._draining:
+            self._follow_others(self._store)
         now_s = time.monotonic()
         if now_s >= self._dead_letters_at_s:  # after the leases, which must not wait for it
             self._dead_letters_at_s = now_s + INTERVAL_S

@@ -8,10 +8,11 @@ from types import TracebackType
 from typing import Final, Self
 
 from carpool.errors import UnavailableError
-from carpool.keys import Keys
+from carpool.keys import Keys, loading_key
 from carpool.store.connection import CommandError, Link
 
 BEATS_PER_LEASE: Final = 3
+LISTED_MS: Final = 3_600_000  # the names of models that were loaded last are forgotten then
 
 
 class LoadingNotice:
@@ -22,7 +23,7 @@ class LoadingNotice:
 
     def __init__(self, link: Link, keys: Keys, worker: str, lease_ms: int) -> None:
         self._link = link
-        self._key = keys.loading
+        self._keys = keys
         self._worker = worker
         self._lease_ms = lease_ms
         self._ended = threading.Event()
@@ -41,11 +42,18 @@ class LoadingNotice:
 
     def _tell(self) -> None:
         while True:
+            key = self._keys.loading
             with suppress(UnavailableError, CommandError):
-                self._link.call_many(
-                    ("HSET", self._key, "worker", self._worker), ("PEXPIRE", self._key, self._lease_ms)
-                )
+                self._link.call_many(("HSET", key, "worker", self._worker), ("PEXPIRE", key, self._lease_ms))
+                self._list()
             if self._ended.wait(self._lease_ms / 1000 / BEATS_PER_LEASE):
                 break
         with suppress(UnavailableError, CommandError):
-            self._link.call("DEL", self._key)  # another worker that loads it tells so again
+            self._link.call("DEL", self._keys.loading)  # another worker that loads it tells so again
+            names = loading_key(self._keys.prefix)
+            self._link.call_at(names, "SREM", names, self._keys.model)
+
+    def _list(self) -> None:
+        names = loading_key(self._keys.prefix)
+        self._link.call_at(names, "SADD", names, self._keys.model)
+        self._link.call_at(names, "PEXPIRE", names, max(self._lease_ms, LISTED_MS))

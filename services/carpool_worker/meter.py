@@ -167,9 +167,10 @@ class WorkerMetrics(CommonMetrics):
         return counter
 
     def stepped(self, step: Step) -> None:
-        """A stepping model took a step."""
-        self._steps.inc()
-        self._step.observe_equal(step.step_us, 1)
+        """A stepping model took a step; one that only began requests is not counted."""
+        if step.has_stepped:
+            self._steps.inc()
+            self._step.observe_equal(step.step_us, 1)
 
     def step_counts(self) -> StepCounts:
         """What was counted of steps. Takes microseconds."""

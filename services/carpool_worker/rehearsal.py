@@ -86,12 +86,12 @@ class Rehearsal:
                 admit = Admit(position, body.parts, request, 1, is_streamed=False)
                 stepper.admit(admit, bytearray().join(body.payload))
         while stepper.has_next and steps < STEPS_MAX:
-            steps += 1
             step = stepper.advance()
+            steps += step is None or step.has_stepped
             if step is not None:
                 compute_us += step.step_us + step.begin_us
                 for advance in step.advances:
-                    _take(execution, advance)
+                    _take(execution, advance, has_tensors=self._codec.has_tensors)
         stepper.close()
         for position in execution.unanswered:
             if position not in execution.results:
@@ -115,7 +115,7 @@ def _run_of(template: BatchedRun, number: int, body: bytes, keeps_states: bool) 
     return template._replace(correlation_ids=[str(number)], bodies=[body], sequence=part)
 
 
-def _take(execution: Execution, advance: Advance) -> None:
+def _take(execution: Execution, advance: Advance, *, has_tensors: bool) -> None:
     """What a step did for a request that ended with it."""
     if advance.failure is not None:
         execution.fail(advance.key, *advance.failure)
@@ -123,7 +123,8 @@ def _take(execution: Execution, advance: Advance) -> None:
         run, _ = execution.locate(advance.key)
         (value,) = frames.unpack_values(advance.output)
         try:
-            content_type = result_type(run.content_type, accepted(run.extra), value)
+            wanted = accepted(run.extra)
+            content_type = result_type(run.content_type, wanted, value, has_tensors=has_tensors)
             body = encode_result_body(content_type, value)
         except CarpoolError as error:
             execution.fail(advance.key, error.status, error.detail)

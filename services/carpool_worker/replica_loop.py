@@ -75,6 +75,15 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self.retirement = Retirement()
         self._log = structlog.get_logger()
 
+    @property
+    def batch_size_max(self) -> int | None:
+        """How many requests the model takes at a time, as it declares or an operator says; None: any."""
+        return self._codec.batch_size_max
+
+    @batch_size_max.setter
+    def batch_size_max(self, size_max: int) -> None:
+        self._codec.batch_size_max = size_max
+
     # --- the loop ------------------------------------------------------------------------------------------
 
     def run_once(self) -> None:

@@ -72,12 +72,20 @@ class StepExecution:
     """
 
     def __init__(
-        self, execution: Execution, key: int, now_s: float, result_bytes_max: int = RESULT_BYTES_DEFAULT
+        self,
+        execution: Execution,
+        key: int,
+        now_s: float,
+        result_bytes_max: int = RESULT_BYTES_DEFAULT,
+        *,
+        has_tensors: bool = False,
     ) -> None:
+        """`has_tensors`: the model declares tensors."""
         self.execution = execution
         self.result_bytes_max = result_bytes_max  # the model's setting, which may change
         self.run = execution.batch.runs[0]
         self._wanted = accepted(self.run.extra)  # the content type of its chunks and its output
+        self._has_tensors = has_tensors
         self.is_streamed = execution.batch.stream  # its producer wants chunks
         self.key = key
         self.held_since_s = now_s
@@ -208,7 +216,7 @@ class StepExecution:
         run = self.run
         try:
             (value,) = frames.unpack_values(output)
-            content_type = result_type(run.content_type, self._wanted, value)
+            content_type = self._type_of(value)
             body = encode_result_body(content_type, value)
             if len(body) > self.result_bytes_max:
                 raise self._too_large()
@@ -279,11 +287,14 @@ class StepExecution:
         run = self.run
         value = values[0] if len(values) == 1 else concatenated(values)
         is_list = value is None and len(values) > 1
-        content_type = result_type(run.content_type, self._wanted, values if is_list else value)
+        content_type = self._type_of(values if is_list else value)
         body = encode_result_body(content_type, values if is_list else value)
         index, merged = self.written + offset, len(values)
         chunk = Chunk(run.correlation_ids[0], content_type, body, index, merged, is_list)
         return KeptChunk(chunk, frames.pack_values(values) if kept is None else kept)
+
+    def _type_of(self, value: Any) -> str:
+        return result_type(self.run.content_type, self._wanted, value, has_tensors=self._has_tensors)
 
     def _too_large(self) -> ResourceExhaustedError:
         """Its result, or all of its chunks together, are over the limit."""

@@ -77,6 +77,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._settings_text = settings.for_steps()
         self._settings_of = (0, 0)  # ID of the batch that had these
         self._sent_settings: ModelSettings | None = settings  # those that the model process has
+        self._sent_slots = settings.max_batch_size
         self._keys = count()
         self._requests: dict[int, StepExecution] = {}  # by key, in the order in which they came
         self._batches: list[tuple[str, int]] = []  # of these; replaced, never changed
@@ -132,7 +133,7 @@ class StepReplica(ReplicaLoop[Execution]):
     # --- fetching ------------------------------------------------------------------------------------------
 
     def _fetch_if_due(self) -> None:
-        slots = self._settings.max_batch_size
+        slots = self.slots
         prefetched = max(1, slots // SLOTS_PREFETCHED_RATIO)
         space = slots + prefetched - len(self._requests)
         if space > 0 and self.process.ready and not (self._fetcher.waiting or self._draining):
@@ -155,7 +156,8 @@ class StepReplica(ReplicaLoop[Execution]):
                 self._reject(execution)
                 continue
             bytes_max = self._settings.max_result_bytes
-            request = StepExecution(execution, next(self._keys), time.monotonic(), bytes_max)
+            key, now_s, has_tensors = next(self._keys), time.monotonic(), self._codec.has_tensors
+            request = StepExecution(execution, key, now_s, bytes_max, has_tensors=has_tensors)
             self._requests[request.key] = request
             if execution.is_suspect:
                 self._suspects.append(request)
@@ -227,11 +229,11 @@ class StepReplica(ReplicaLoop[Execution]):
         self.process.put_message(admit.message(), example.payload)
 
     def _configure_process(self) -> None:
-        """Send the limits of slots and results, if an operator changed them."""
-        settings = self._settings
-        if settings is not self._sent_settings:
-            self._sent_settings = settings
-            of_slots = (settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost)
+        """Send the limits of slots and results, if they have changed."""
+        settings, slots = self._settings, self.slots
+        if settings is not self._sent_settings or slots != self._sent_slots:
+            self._sent_settings, self._sent_slots = settings, slots
+            of_slots = (slots, settings.max_batch_cost, settings.max_prefill_cost)
             self.process.send_message(Configure(*of_slots, settings.max_result_bytes).message())
 
     def _admit(self, request: StepExecution, steps_alone: int = 0) -> None:
@@ -428,8 +430,9 @@ class StepReplica(ReplicaLoop[Execution]):
 
     @property
     def slots(self) -> int:
-        """How many requests may have a slot."""
-        return self._settings.max_batch_size
+        """How many requests may have a slot: no more than this worker's model takes, also if a batch was
+        dispatched for others."""
+        return min(self._settings.max_batch_size, self.batch_size_max or self._settings.max_batch_size)
 
     @property
     def slots_in_use(self) -> int:

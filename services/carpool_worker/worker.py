@@ -53,6 +53,7 @@ from carpool_worker.loading import LoadingNotice
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
+from carpool_worker.registrar import Registrar
 from carpool_worker.replica import Replica
 from carpool_worker.replica_loop import AnyReplica
 from carpool_worker.retirement import LastSuccess
@@ -91,7 +92,7 @@ class Worker:
             ProcessHandle(location, device, load_s_max, processes=len(devices)) for device in devices
         ]
         self._replicas: list[AnyReplica] = []  # once the model is loaded: one for each process
-        self._registration: dict[str, str] = {}
+        self._registrar: Registrar | None = None  # once the model is loaded
         self._replica_loops: list[Loop] = []
         self._heartbeats: list[Loop] = []  # one, once it is started
         self._control = self._new_link("control")
@@ -115,6 +116,8 @@ class Worker:
 
     def _start(self, stop: threading.Event) -> None:
         started_s = time.monotonic()
+        devices = ",".join(process.device for process in self._processes)
+        self._log.info("loading the model", worker=self._name, devices=devices)
         for process in self._processes:
             process.spawn()
         descriptions = [process.wait_ready() for process in self._processes]
@@ -132,13 +135,16 @@ class Worker:
             )
         for doubt in ModelSettings.from_mapping(ready.settings).doubts():
             self._log.warning("setting of the model may be a mistake", reason=doubt)
-        self._registration = encode_registration(ready.settings, ready.inputs, ready.outputs, ready.kind)
+        declared = encode_registration(ready.settings, ready.inputs, ready.outputs, ready.kind)
+        self._registrar = Registrar(self._name, declared)
+        self._limit_batches(self._registrar)
         self._heartbeat = Heartbeat(
             self._replicas,
             self._new_store("heartbeat"),
             self._lease_ms,
             self._register,
             self._metrics,
+            self._follow_others,
         )
         if not self._wait_for_redis(stop):
             return
@@ -151,17 +157,17 @@ class Worker:
             "worker ready",
             worker=self._name,
             processes=len(self._replicas),
-            devices=",".join(process.device for process in self._processes),
+            devices=devices,
             threads=threads_of(os.environ, len(self._processes)),
             load_s=round(time.monotonic() - started_s, 2),
-            **{name: text for name, text in self._registration.items() if text != _DEFAULTS.get(name)},
+            **{name: text for name, text in declared.items() if text != _DEFAULTS.get(name)},
         )
 
     def _wait_for_redis(self, stop: threading.Event) -> bool:
         """Register and beat once, as soon as Redis permits it. False if `stop` was set before."""
         while not stop.is_set():
             try:
-                self._store.register(self._registration)
+                self._registered_by.register(self._store)
                 self._heartbeat.beat()
                 self._eviction_warning = eviction_warning(self._control)
             except (UnavailableError, CommandError) as error:  # unreachable, out of memory, or no permission
@@ -217,9 +223,22 @@ class Worker:
     def _new_link(self, role: str) -> Link:
         return Link(self._url, name=f"{self._name}:{role}", key=self._keys.requests)
 
+    @property
+    def _registered_by(self) -> Registrar:
+        assert self._registrar is not None  # nothing registers before the model is loaded
+        return self._registrar
+
     def _register(self, store: WorkerStore) -> None:
-        store.register(self._registration)
+        self._registered_by.register(store)
         self._join(store)
+
+    def _follow_others(self, store: WorkerStore) -> None:
+        self._registered_by.follow(store)
+        self._limit_batches(self._registered_by)
+
+    def _limit_batches(self, registrar: Registrar) -> None:
+        for replica in self._replicas:
+            replica.batch_size_max = registrar.batch_size_max
 
     def _join(self, store: WorkerStore) -> None:
         for replica in self._replicas:
@@ -326,6 +345,7 @@ class Worker:
             self._heartbeat.stop()
             loop.join(1.0)
         self._leave(self._replicas)
+        self._withdraw_declaration()
         self._batch_log.summarize()
         self._step_log.summarize()
         self._log.info("worker stopped", worker=self._name, clean=clean)
@@ -335,3 +355,8 @@ class Worker:
         for replica in replicas:
             with contextlib.suppress(UnavailableError, CommandError):  # then its lease runs out
                 self._store.leave(replica.consumer)
+
+    def _withdraw_declaration(self) -> None:
+        if self._registrar is not None:
+            with contextlib.suppress(UnavailableError, CommandError):  # then others forget it
+                self._store.declarations.remove(self._name)

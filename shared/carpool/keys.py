@@ -24,6 +24,11 @@ def models_key(prefix: str = DEFAULT_PREFIX) -> str:
     return f"{prefix}:models"
 
 
+def loading_key(prefix: str = DEFAULT_PREFIX) -> str:
+    """The set, which expires, of the names of models that workers are loading, or were lately."""
+    return f"{prefix}:loading"
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of one model. `model` must match MODEL_NAME."""
@@ -76,6 +81,12 @@ class Keys:
     def registration(self) -> str:
         """Hash: what the workers registered (`carpool:{MODEL}:model`)."""
         return self._of("model")
+
+    @property
+    def declared(self) -> str:
+        """Hash that expires: by the name of a worker what it declares, as JSON, of which the registration is
+        made."""
+        return self._of("declared")
 
     @property
     def loading(self) -> str:

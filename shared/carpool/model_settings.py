@@ -442,6 +442,27 @@ class ModelSettings:
         return self.from_mapping({**self.as_text(), **json.loads(text)})
 
     @classmethod
+    def tightest(cls, declared: Sequence[Self], latest: Self) -> Self:
+        """The settings that are in force where the workers of a model declare these: of each the value that
+        breaks no worker, and loses nothing that any of them keeps. So limits are the lowest, but the highest
+        are the times after which something is given up, and what is kept. The policy and the weights of
+        tenants, which have no order, are those of `latest`.
+        """
+        values = {}
+        for spec in fields(cls):
+            of_all = [getattr(settings, spec.name) for settings in declared]
+            if all(value == of_all[0] for value in of_all):
+                values[spec.name] = of_all[0]
+            elif spec.name in _WITHOUT_ORDER:
+                values[spec.name] = getattr(latest, spec.name)
+            elif spec.name == "priority_policies":
+                levels = sorted({level for policies in of_all for level in policies})
+                values[spec.name] = {level: _tightest_priority(declared, level) for level in levels}
+            else:
+                values[spec.name] = _tightest_value(spec.name, of_all)
+        return cls(**values)
+
+    @classmethod
     def names(cls) -> list[str]:
         """The names of all settings, in the order in which they are documented."""
         return [spec.name for spec in fields(cls)]
@@ -462,6 +483,17 @@ class ModelSettings:
     def meanings(cls) -> dict[str, str]:
         """The meaning of each setting, by name."""
         return {spec.name: spec.metadata["meaning"] for spec in fields(cls)}
+
+    @classmethod
+    def from_readable(cls, values: Mapping[str, str]) -> Self:
+        """As `from_mapping`, of text that another version wrote: what this one cannot read is its default."""
+        readable = {}
+        for spec in fields(cls):
+            try:
+                readable[spec.name] = spec.metadata["kind"].read(values[spec.name])
+            except (KeyError, ValueError):
+                continue
+        return cls(**readable)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -509,6 +541,42 @@ _UNUSABLE: Final[Mapping[ModelKind, Mapping[str, str]]] = {
         "preserve_ordering": _IN_ORDER_ANYWAY,
     },
 }
+
+
+_WITHOUT_ORDER: Final = ("policy", "tenant_weights")
+_HIGHEST_IS_SAFE: Final = (
+    *("result_ttl_ms", "reader_idle_ms", "max_sequence_idle_ms", "max_execution_ms"),
+    *("max_dead_letters", "max_dead_letter_bytes", "max_dead_letter_age_ms"),
+)
+_FIRST_IS_SAFE: Final[Mapping[str, Sequence[Any]]] = {
+    "allow_expiration_override": (False, True),
+    "expiration_action": ("reject", "delay"),
+    "preserve_ordering": (True, False),
+    "unknown_fields": ("refuse", "pass"),
+}
+
+
+def _tightest_value(name: str, of_all: Sequence[Any]) -> Any:
+    if name == "preferred_batch_sizes":  # those that all prefer
+        return set(of_all[0]).intersection(*of_all)
+    if name in _FIRST_IS_SAFE:
+        return min(of_all, key=_FIRST_IS_SAFE[name].index)
+    choose = max if name in _HIGHEST_IS_SAFE else min
+    return choose(of_all, key=lambda value: float("inf") if value is None else value)  # None: no limit
+
+
+def _tightest_priority(declared: Sequence[ModelSettings], level: int) -> PriorityPolicy:
+    """Of each limit of this priority what it is for each worker, also if only the model has it, and of these
+    the tightest. The queue of a priority is beside the model's, which holds anyway."""
+    values = {}
+    for spec in fields(PriorityPolicy):
+        of_all = []
+        for settings in declared:
+            value = getattr(settings.priority_policies.get(level), spec.name, None)
+            inherits = value is None and spec.name != "max_queue_size"
+            of_all.append(getattr(settings, spec.name) if inherits else value)
+        values[spec.name] = _tightest_value(spec.name, of_all)
+    return PriorityPolicy(**values)
 
 
 def _read(cls: type[Any], values: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:

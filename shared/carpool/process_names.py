@@ -41,6 +41,11 @@ def name_of_life(replica: str, life: int) -> str:
     return replica if life == 1 else f"{replica}.{life}"
 
 
+def worker_of(replica: str) -> str:
+    """The name of the worker whose replica has this name, in any of its lives."""
+    return replica.partition("/")[0]
+
+
 def parse_process_name(name: str) -> ProcessName | None:
     """The parts of a name; None if it has another form. A host's name may contain hyphens."""
     process, slash, life = name.partition("/")

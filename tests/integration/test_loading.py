@@ -62,7 +62,10 @@ def test_request_waits_until_the_model_is_loaded(stack: Stack, gate: Path) -> No
     for only in ([], ["--model", "Slow"]):
         page = carpool(stack.url, "top", "--once", *only, check=True).stdout
         assert re.search(r"^Slow .* loading ", page, re.MULTILINE), page
-        assert "none is active" not in page and "no model process" not in page
+        assert not re.search("is active|no model process", page), page
+    stack.serve("plain.py:label")
+    page = carpool(stack.url, "top", "--once", check=True).stdout
+    assert re.findall(r"^(label|Slow) ", page, re.MULTILINE) == ["Slow", "label"]
     with Client(stack.url, timeout=30) as client, ThreadPoolExecutor() as threads:
         inferred = threads.submit(client.infer, "Slow", 7)
         submitted = client.submit("Slow", 8)

@@ -91,14 +91,32 @@ def stop_at_a_request_that_costs_too_much(patch: Patch) -> None:
     patch.setattr(Slots, "_admit", admit)
 
 
-@FAULTS.found(examples=57)
+@FAULTS.found(examples=55)
 def step_all_with_one_that_is_alone(patch: Patch) -> None:
-    def next_round(held: Slots[Any]) -> Round[Any]:
-        planned = original(held)
+    def next_round(held: Slots[Any], *, admits: bool) -> Round[Any]:
+        planned = original(held, admits=admits)
         return planned._replace(stepped=held.running)
 
     original = Slots.next_round
     patch.setattr(Slots, "next_round", next_round)
+
+
+@FAULTS.found(examples=56)
+def begin_others_before_the_step_that_is_owed(patch: Patch) -> None:
+    def next_round(held: Slots[Any], *, admits: bool) -> Round[Any]:
+        return original(held)
+
+    original = Slots.next_round
+    patch.setattr(Slots, "next_round", next_round)
+
+
+@FAULTS.found(examples=25)
+def send_what_begin_emitted_after_the_step(patch: Patch) -> None:
+    def taken(stepper: Stepper, generations: Sequence[Generation], *, has_stepped: bool = False) -> Any:
+        return original(stepper, generations, has_stepped=True) if has_stepped else ([], "")
+
+    original = Stepper._taken
+    patch.setattr(Stepper, "_taken", taken)
 
 
 @FAULTS.found(examples=72)

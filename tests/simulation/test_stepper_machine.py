@@ -36,7 +36,7 @@ class Traits:
     `emits` 0, one at most, and ends at once.
 
     `sent` of them were sent by another process. The model raises when it is to emit value number `raises_at`,
-    and in `begin` if `begin_raises`.
+    and in `begin` if `begin_raises`. If `begin_emits`, it emits the first value there.
     """
 
     cost: int
@@ -45,8 +45,14 @@ class Traits:
     sent: int
     raises_at: int | None
     begin_raises: bool
+    begin_emits: bool
     is_invalid: bool
     is_streamed: bool
+
+    @property
+    def begins_with_value(self) -> bool:
+        """Whether `begin` emits the first value, and the model does not raise on that."""
+        return self.begin_emits and self.emits > 0 and self.length > 0 and self.raises_at != 0
 
 
 traits = st.builds(
@@ -57,6 +63,7 @@ traits = st.builds(
     sent=st.sampled_from((0, 0, 0, 1, 2)),
     raises_at=st.sampled_from((*[None] * 7, 0, 1, 3)),
     begin_raises=st.sampled_from((*[False] * 9, True)),
+    begin_emits=st.booleans(),
     is_invalid=st.sampled_from((*[False] * 9, True)),
     is_streamed=st.sampled_from((True, True, False)),
 )
@@ -105,6 +112,9 @@ class Oracle:
             request.state = len(request.chunks)
             chunks = [value(request.body, index) for index in range(request.state)]
             self.check(request.chunks == chunks, "other chunks")
+            if self.traits(request).begins_with_value and not request.state:
+                request.emit(value(request.body, 0))
+                request.state = 1
 
     def step(self, requests: Sequence[StepRequest]) -> None:
         self.step_calls.append([request.body for request in requests])
@@ -143,7 +153,7 @@ class Oracle:
 
 class StepperMachine(RuleBasedStateMachine):
     """The reference is `waiting`, `running` (keys in order), `alone` (steps left by key, those that have not
-    begun included), `received` (values by key)."""
+    begun included), `received` (values by key), `owes_step` (the last call of `advance` only began)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,6 +162,7 @@ class StepperMachine(RuleBasedStateMachine):
         self.alone: dict[int, int] = {}
         self.running: list[int] = []
         self.is_paused = False
+        self.owes_step = False
         self.received: dict[int, list[Any]] = {}
         self.was_sent: dict[int, bool] = {}
         self.is_closed = False
@@ -245,15 +256,23 @@ class StepperMachine(RuleBasedStateMachine):
             return
         admitted, stepping, is_alone = self._next_round()
         begun = [key for key in admitted if self._can_begin(key)]
+        has_news = any(self._emits_or_ends_in_begin(key) for key in admitted)
         self.model.begin_calls.clear()
         self.model.step_calls.clear()
         self.model.raised = False
+        self.owes_step = False
         step = self.stepper.advance()
         if begun:
             assert self.model.begin_calls[:1] == [begun]
         else:
             assert self.model.raised or not self.model.begin_calls
         others = [key for key in stepping if key not in admitted]
+        if has_news and not is_alone:
+            assert not self.model.step_calls, "a step before what begin emitted was sent"
+            assert step is not None
+            self._check_step(step, admitted)
+            self.owes_step = bool(self.running)
+            return
         if self.model.step_calls:
             first = self.model.step_calls[0]
             assert first == [key for key in stepping if key in first], "order, or not its turn"
@@ -283,7 +302,7 @@ class StepperMachine(RuleBasedStateMachine):
         if self.is_paused:
             return [], [], False
         admitted: list[int] = []
-        while self.waiting and len(self.running) < self.settings.max_batch_size:
+        while not self.owes_step and self.waiting and len(self.running) < self.settings.max_batch_size:
             key = self.waiting[0]
             if self.running and self._cost([*self.running, key]) > (self.settings.max_batch_cost or 1e9):
                 break
@@ -308,16 +327,24 @@ class StepperMachine(RuleBasedStateMachine):
     def _can_begin(self, key: int) -> bool:
         return not self.traits[key].is_invalid and (self.continues or not self.was_sent[key])
 
+    def _emits_or_ends_in_begin(self, key: int) -> bool:
+        traits = self.traits[key]
+        emits = traits.is_streamed and traits.begins_with_value and not self.received[key]
+        return emits or traits.begin_raises or not self._can_begin(key)
+
+    def _check_step(self, step: Step, keys: Sequence[int]) -> None:
+        for advance in step.advances:
+            assert advance.key in keys
+            self._check_advance(Advance(*advance))
+        assert step.running == len(self.running)
+        assert step.size <= len(keys)
+
     def _check(self, step: Step | None, stepping: Sequence[int], is_alone: bool) -> None:
         if is_alone:
             assert step is not None
             assert [advance.key for advance in step.advances] == list(stepping)
-        for advance in step.advances if step else ():
-            assert advance.key in stepping
-            self._check_advance(Advance(*advance))
         if step is not None:
-            assert step.running == len(self.running)
-            assert step.size <= len(stepping)
+            self._check_step(step, stepping)
         for key in stepping:
             if self.continues and key in self.running:
                 made_progress = self.model.step_calls and any(key in call for call in self.model.step_calls)

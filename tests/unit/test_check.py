@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -99,6 +103,63 @@ class Unloadable:
         return batch
 """
 
+# What README's model uses of torch, as strict as that: a network takes no array, and what it returns from its
+# weights becomes none if gradients are kept for it.
+TORCH: Final = """
+import contextlib
+import numpy as np
+keeps_gradients = True
+class Tensor:
+    def __init__(self, array, requires_grad):
+        self.array, self.requires_grad = array, requires_grad
+    def to(self, device):
+        assert device == "cpu"
+        return self
+    def cpu(self):
+        return self
+    def numpy(self):
+        if self.requires_grad:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+        return self.array
+def from_numpy(array):
+    if not isinstance(array, np.ndarray) or not array.flags.writeable:
+        raise TypeError("expected a writable np.ndarray")
+    return Tensor(array, False)
+@contextlib.contextmanager
+def inference_mode():
+    global keeps_gradients
+    keeps_gradients = False
+    try:
+        yield
+    finally:
+        keeps_gradients = True
+class Module:
+    def to(self, device):
+        assert device == "cpu"
+        return self
+    def __call__(self, tensor):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"input must be Tensor, not {type(tensor).__name__}")
+        return self.forward(tensor)
+class Flatten(Module):
+    def forward(self, tensor):
+        return Tensor(tensor.array.reshape(len(tensor.array), -1), tensor.requires_grad)
+class Linear(Module):
+    def __init__(self, taken, returned):
+        self.weights = np.full((taken, returned), 1 / taken, np.float32)
+    def forward(self, tensor):
+        return Tensor(tensor.array @ self.weights, keeps_gradients)
+class Sequential(Module):
+    def __init__(self, *modules):
+        self.modules = modules
+    def forward(self, tensor):
+        for module in self.modules:
+            tensor = module(tensor)
+        return tensor
+class nn:
+    Flatten, Linear, Sequential = Flatten, Linear, Sequential
+"""
+
 Check = Callable[..., tuple[int, str]]
 
 
@@ -146,6 +207,22 @@ def test_content_type_and_fields_reach_the_model(checked: Check) -> None:
     assert (status, "body 1: 4 bytes of text/plain" in printed) == (0, True)
     status, printed = checked("Greeting", "Ada", "--field", "language=fr")
     assert (status, 'body 1: "fr Ada"' in printed) == (0, True)
+
+
+def test_model_of_the_readme_runs_with_torch(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in, if there is no torch."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"\n    # embedder\.py\n((?:    .*\n|\n)+)", text)
+    Path("models.py").write_text(textwrap.dedent(program), encoding="utf-8")
+    Path("pixels").write_bytes(np.ones((3, 224, 224), np.float32).tobytes())
+    if importlib.util.find_spec("torch") is None:
+        torch = ModuleType("torch")
+        exec(TORCH, vars(torch))  # noqa: S102
+        monkeypatch.setitem(sys.modules, "torch", torch)
+    types = ("--content-type", "application/octet-stream", "--accept", "application/json")
+    status, printed = checked("Embedder", "@pixels", *types)
+    assert status == 0, printed
+    assert '"datatype":"FP32","shape":[128]' in printed
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, BatchedRequest
+from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Batch, BatchedRequest, BatchedRun
+from carpool.rows import Rows
 from carpool.wire.bodies import decode_body, encode_body
+from carpool.wire.content_types import ACCEPT
 from carpool.wire.tensors import TensorSpec, tensor_head
 from carpool_worker.codec import Codec
+from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import OutcomeHeader
 from carpool_worker.model_process.model import RequestInfo
@@ -198,20 +201,44 @@ def test_result_that_cannot_be_sent_fails_its_request_alone(value: Any, detail: 
     assert got[1].startswith("INTERNAL: ") and detail in got[1]
 
 
-def test_results_of_octet_streams_are_bytes_or_else_json() -> None:
-    results = [b"bytes", np.array([1, 2], "<i2"), "text", 3, ["x"]]
-    got = served(codec_of(), lambda _: results, *_of_types(RAW, RAW, RAW, RAW, RAW))
-    assert got[:2] == [b"bytes", b"\1\0\2\0"]
-    assert got[2:] == ["text", 3, ["x"]]
+@pytest.mark.parametrize("content_type", [RAW, "image/png", "text/plain"])
+def test_only_bytes_have_a_type_of_bytes(content_type: str) -> None:
+    """A text is a value, and so is an array, alone or stacked with others: its bytes have no shape."""
+    results = [b"bytes", "cat", 3, ["x"], {"label": "cat"}, np.array([1, 2], "<i2")]
+    got = served(codec_of(), lambda _: results, *_of_types(*[content_type] * 6))
+    assert got[:5] == results[:5]
+    assert got[5].tolist() == [1, 2]
+    stacked = np.array([[1, 2], [3, 4]], "<i2")
+    got = served(codec_of(), lambda _: stacked, *_of_types(content_type, content_type))
+    assert [row.tolist() for row in got] == [[1, 2], [3, 4]]
+    got = served(codec_of(), lambda _: np.array([7, 8]), *_of_types(content_type, content_type))
+    assert got == [7, 8]
 
 
-def test_only_bytes_have_the_type_of_an_image() -> None:
-    """A text is a value, and so is an array: the bytes of its numbers are no image."""
-    results = [b"bytes", "cat", np.array([1, 2], "<i2"), ["cat"]]
-    got = served(codec_of(), lambda _: results, *_of_types(*["image/png"] * 4))
-    assert got[0] == b"bytes"
-    assert got[1] == "cat" and got[3] == ["cat"]
-    assert got[2].tolist() == [1, 2]
+def test_arrays_are_bytes_where_octet_stream_is_the_bytes_of_tensors() -> None:
+    codec = codec_of(TensorSpec("x", "INT16", (2,)))
+    requests = [request_of(b"\1\0\2\0", RAW)] * 2
+    assert served(codec, lambda batch: batch + 1, *requests) == [b"\2\0\3\0"] * 2
+    assert served(codec, lambda batch: [batch[0], "odd"], *requests) == [b"\1\0\2\0", "odd"]
+
+
+@pytest.mark.parametrize(
+    ("accept", "value", "body"),
+    [
+        (RAW, np.array([1, 2], "<i2"), b"\1\0\2\0"),
+        ("image/png", b"png", b"png"),
+        ("text/plain", "é", "é".encode()),
+        ("TEXT/csv; charset=utf-8", "a,b", b"a,b"),
+        ("image/png", "cat", "INVALID_ARGUMENT: accept: image/png is bytes, but"),
+        (RAW, "cat", "INVALID_ARGUMENT: accept: application/octet-stream is bytes, but"),
+        ("image/png", np.array([1, 2], "<i2"), "INVALID_ARGUMENT: accept: image/png is bytes, but"),
+    ],
+)
+def test_accepted_type_of_bytes_takes_what_has_such_bytes(accept: str, value: Any, body: Any) -> None:
+    request = request_of(b"1", JSON, extra={ACCEPT: accept.encode()})
+    (result,) = finish(codec_of(), prepared(codec_of(), request), lambda _: [value])
+    got = result.body if result.body is not None else f"{result.status}: {result.detail}"
+    assert got.startswith(body)
 
 
 def _of_types(*content_types: str) -> list[BatchedRequest]:
@@ -219,6 +246,32 @@ def _of_types(*content_types: str) -> list[BatchedRequest]:
         request_of(b"\x01" if content_type == MSGPACK else b"1", content_type)
         for content_type in content_types
     ]
+
+
+@pytest.mark.parametrize("size_max", [1, 2, 3, 4, 5, None])
+def test_no_frame_is_larger_than_the_model_takes(size_max: int | None) -> None:
+    """Each request still gets its own result."""
+    for codec in (codec_of(), codec_of(TensorSpec("x", "INT64", (-1,)))):
+        bodies = [[7], [1, 2], [3], [5, 6], [9], [4]]  # of two shapes
+        execution = execution_of(*map(request_of, bodies))
+        codec.batch_size_max = size_max
+        codec.prepare(execution, NOW_US)
+        sizes = [len(frame.positions) for frame in execution.frames]
+        assert max(sizes) <= (size_max or 6) and sum(sizes) == 6
+        results = finish(codec, execution, lambda batch: [int(np.sum(body)) for body in batch])
+        assert [json.loads(result.body or b"") for result in results] == [7, 3, 3, 11, 9, 4]
+
+
+def test_rows_are_divided_as_single_requests_are() -> None:
+    codec = codec_of(X)
+    data = np.arange(10, dtype=np.float32)
+    run = BatchedRun("1-0", list("abcde"), Rows(b"", data.tobytes(), 8), RAW, "me", NOW_US, None, None)
+    execution = Execution(Batch("7-0", 1, [run], "full", NOW_US, ""))
+    codec.batch_size_max = 2
+    codec.prepare(execution, NOW_US)
+    assert [len(frame.positions) for frame in execution.frames] == [2, 2, 1]
+    results = finish(codec, execution, lambda batch: batch)
+    assert b"".join(result.body or b"" for result in results) == data.tobytes()
 
 
 # --- declared tensors --------------------------------------------------------------------------------------

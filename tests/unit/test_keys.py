@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.keys import CORRELATION_ID, MODEL_NAME, Keys, models_key
+from carpool.keys import CORRELATION_ID, MODEL_NAME, Keys, loading_key, models_key
 
 NAMED = {"result": "c", "replies": "r", "body": "b", "sequence": "s", "inbox": "p", "progress": "1-0"}
 
@@ -30,6 +30,7 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
         "carpool:{square}:config",
         "carpool:{square}:dead",
         "carpool:{square}:dead_dropped",
+        "carpool:{square}:declared",
         "carpool:{square}:draining",
         "carpool:{square}:held",
         "carpool:{square}:inbox:p",
@@ -47,6 +48,7 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
         "carpool:{square}:workers",
     ]
     assert models_key() == "carpool:models"
+    assert loading_key() == "carpool:loading"
 
 
 def test_prefixes_share_no_key() -> None:

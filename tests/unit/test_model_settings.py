@@ -342,3 +342,71 @@ def test_changes_are_the_settings_that_differ() -> None:
     assert before.changes_to(before) == {}
     after = ModelSettings(max_batch_size=8, policy="deferred", max_queue_delay_ms=2)
     assert before.changes_to(after) == {"policy": "deferred", "max_queue_delay_ms": "2"}
+
+
+# --- of several workers ------------------------------------------------------------------------------------
+
+TIGHTEST: dict[str, tuple[Any, Any, Any]] = {  # two workers' values, and what is in force
+    "max_batch_size": (4, 64, 4),
+    "max_batch_cost": (None, 64, 64),
+    "max_queue_delay_ms": (5, 0, 0),
+    "preferred_batch_sizes": ((4, 8, 16), (8, 16, 32), (8, 16)),
+    "max_queue_size": (10, 20, 10),
+    "max_queue_bytes": (10, 20, 10),
+    "max_delayed_share": (0.5, 0.9, 0.5),
+    "max_body_bytes": (10, 20, 10),
+    "max_result_bytes": (10, 20, 10),
+    "default_expiration_ms": (None, 500, 500),
+    "max_expiration_ms": (500, 1000, 500),
+    "allow_expiration_override": (True, False, False),
+    "expiration_action": ("delay", "reject", "reject"),
+    "priority_policies": (
+        {0: {"max_queue_size": 10}},
+        {0: {"max_queue_size": 5}, 9: {"expiration_action": "delay"}},
+        {
+            0: {"max_queue_size": 5, "allow_expiration_override": True, "expiration_action": "reject"},
+            9: {"allow_expiration_override": True, "expiration_action": "reject"},
+        },
+    ),
+    "preserve_ordering": (False, True, True),
+    "tenant_weights": ({"gold": 4}, {"gold": 2}, {"gold": 2}),  # those of the worker that registered last
+    "policy": ("eager", "deferred", "deferred"),  # as well
+    "target_latency_ms": (None, 20, 20),
+    "result_ttl_ms": (1000, 60_000, 60_000),
+    "max_prefill_cost": (None, 64, 64),
+    "stream_buffer": (16, 256, 16),
+    "reader_idle_ms": (1000, 10_000, 10_000),
+    "max_candidate_sequences": (10, 20, 10),
+    "max_sequence_idle_ms": (1000, 60_000, 60_000),
+    "unknown_fields": ("pass", "refuse", "refuse"),
+    "max_execution_ms": (1000, None, None),
+    "max_dead_letters": (10, 20, 20),
+    "max_dead_letter_bytes": (10, 20, 20),
+    "max_dead_letter_age_ms": (10, 20, 20),
+}
+
+
+def test_each_setting_of_several_workers_has_a_tightest_value() -> None:
+    assert list(TIGHTEST) and set(TIGHTEST) == set(ModelSettings.names())
+
+
+@pytest.mark.parametrize("name", TIGHTEST)
+def test_tightest_value_is_in_force(name: str) -> None:
+    one, other, expected = (ModelSettings.from_mapping({name: value}) for value in TIGHTEST[name])
+    assert ModelSettings.tightest([one, other], other) == expected
+    assert ModelSettings.tightest([other, one, other], other) == expected
+    assert ModelSettings.tightest([one, one], one) == one
+
+
+def test_priority_that_one_worker_limits_has_the_tightest_limits_of_the_models_beside() -> None:
+    one = ModelSettings(default_expiration_ms=100, allow_expiration_override=False)
+    policy = PriorityPolicy(default_expiration_ms=500, expiration_action="delay")
+    other = ModelSettings(expiration_action="delay", priority_policies={3: policy})
+    both = ModelSettings.tightest([one, other], one)
+    assert both.expiration_ms(3, None) == both.expiration_ms(3, 900) == 100
+    assert not both.delays_expired(3)
+
+
+def test_what_another_version_wrote_and_this_one_cannot_read_is_the_default() -> None:
+    settings = ModelSettings.from_readable({"max_batch_size": "7", "policy": "", "later": "1"})
+    assert settings == ModelSettings(max_batch_size=7)

@@ -244,6 +244,19 @@ def test_content_type_of_chunks_is_that_of_the_request() -> None:
     assert (chunk.content_type, msgpack.unpackb(chunk.body)) == (MSGPACK, {"a": 1})
 
 
+def test_chunks_for_an_image_are_values_unless_they_are_bytes() -> None:
+    request = request_of(content_type="image/png")
+    emit(request, "a ")
+    emit(request, b"png", output="a cat")
+    write = request.next_write(BUFFER, NOW_US)
+    assert [(chunk.content_type, chunk.body) for chunk, _ in write.chunks] == [
+        (JSON, b'"a "'),
+        ("image/png", b"png"),
+    ]
+    assert write.result is not None
+    assert (write.result.content_type, write.result.body) == (JSON, b'"a cat"')
+
+
 def test_chunks_together_have_a_limit_in_their_content_type() -> None:
     """Those that were written stay, and what is over the limit is not written."""
     request = request_of()

@@ -47,6 +47,7 @@ def test_summary_tells_of_steps_chunks_ends_and_slots() -> None:
     log.summarize()  # nothing was done
     for step_us in (10_000, 30_000):
         metrics.stepped(Step(step_us, 0, 3, 3, []))
+    metrics.stepped(Step(0, 7_000, 3, 3, []))  # requests that began, which is no step
     for status in (OK, OK, INTERNAL):
         ended(log, status)
     log.dropped([REQUEST])

@@ -196,6 +196,20 @@ def test_what_is_not_there_is_not_waited_for(bench: Bench) -> None:
     assert bench.admitted() == [ASKED]
 
 
+def test_process_has_no_more_slots_than_its_worker_declares(bench: Bench) -> None:
+    """Given a batch that was dispatched for workers with more, until an operator says so."""
+    bench.replica.batch_size_max = 4
+    assert bench.replica.slots == 4
+    settings = ModelSettings(max_batch_size=64).for_steps()
+    bench.replica._follow_settings(Batch("2-0", 1, [], "full", 0, "", settings=settings))
+    bench.run(1)
+    bench.replica.batch_size_max = 64
+    bench.run(1)
+    configured = [message for messages in bench.process.sent for message in messages]
+    assert [message.max_batch_size for message in configured] == [4, 64]
+    assert bench.replica.slots == 64
+
+
 def test_a_step_writes_only_requests_with_news(bench: Bench) -> None:
     bench.fetcher.parts = [3]
     bench.run(3)

@@ -182,7 +182,7 @@ def test_nothing_is_said_of_a_step_that_changed_nothing() -> None:
 def test_times_of_begin_and_step() -> None:
     loaded = load_model(Counter(), "cpu")
     assert isinstance(loaded, SteppingModel)
-    times_ns = iter([0, 5_000_000, 7_000_000, 10_000_000, 11_000_000, 14_000_000])
+    times_ns = iter([0, 5_000_000, 5_000_000, 7_000_000, 11_000_000, 14_000_000])
     stepper = Stepper(loaded, lambda: next(times_ns))
     stepper.admit(Admit(0, (), ("a", "", {}), 1, True), pack_values([5]))
     steps = [stepper.advance(), stepper.advance()]
@@ -308,9 +308,10 @@ def test_begin_that_raises_fails_only_the_request_on_which_it_raises_alone() -> 
         ("begin", [1]),
         ("begin", [2]),
         ("begin", [3]),
-        ("step", [1, 3]),
         ("end", [2]),
     ]
+    b.advance()
+    assert b.model.taken_calls() == [("step", [1, 3])]
     assert b.finish() == {1: "0", 2: BAD, 3: "012"}
 
 
@@ -498,9 +499,69 @@ def test_begin_may_emit_and_end_requests() -> None:
     b = Bench(Eager())
     for body in (1, 2, 3):
         b.admit(body)
-    b.advance()
+    b.finish()
     assert b.ended == {1: "first", 2: ("INTERNAL", "two"), 3: "first"}
-    assert b.model.calls == [("step", [3]), *[("end", [body]) for body in (1, 2, 3)]]
+    assert b.model.calls == [("end", [1]), ("end", [2]), ("step", [3]), ("end", [3])]
+
+
+class EmitsInBegin(Counter):
+    """Its `begin` emits the first number."""
+
+    def begin(self, requests: Requests) -> None:
+        super().begin(requests)
+        for request in requests:
+            request.emit(str(request.state))
+            request.state += 1
+
+
+def test_what_begin_emits_is_sent_before_the_step_that_follows() -> None:
+    b = Bench(EmitsInBegin())
+    b.admit(3)
+    step = b.advance()
+    assert step is not None and not step.has_stepped and (step.size, step.running) == (1, 1)
+    assert b.chunks == {3: ["0"]}
+    assert b.model.taken_calls() == [("begin", [3])]
+    step = b.advance()
+    assert step is not None and step.has_stepped
+    assert b.chunks == {3: ["0", "1"]}
+    assert b.model.taken_calls() == [("step", [3])]
+
+
+def test_between_begin_and_the_step_that_follows_no_other_request_begins() -> None:
+    """Else they would begin without end, and none would take a step."""
+    b = Bench(EmitsInBegin())
+    b.admit(2)
+    b.advance()
+    b.admit(3)
+    b.advance()
+    b.advance()
+    assert b.model.taken_calls() == [("begin", [2]), ("step", [2]), ("begin", [3])]
+    assert b.finish() == {2: "01", 3: "012"}
+
+
+def test_request_that_is_dropped_after_its_begin_takes_no_step() -> None:
+    b = Bench(EmitsInBegin())
+    keys = [b.admit(body) for body in (2, 3)]
+    b.advance()
+    b.stepper.drop(keys[:1])
+    b.advance()
+    assert b.model.taken_calls() == [("begin", [2, 3]), ("end", [2]), ("step", [3])]
+
+
+def test_request_without_readers_begins_and_steps_in_one_turn() -> None:
+    b = Bench(EmitsInBegin())
+    b.admit(2, is_streamed=False)
+    b.advance()
+    assert b.model.taken_calls() == [("begin", [2]), ("step", [2])]
+
+
+def test_request_that_is_alone_begins_and_steps_in_one_turn() -> None:
+    """Its worker counts the steps that it took."""
+    b = Bench(EmitsInBegin())
+    b.admit(2, is_alone=True)
+    b.advance()
+    assert b.model.taken_calls() == [("begin", [2]), ("step", [2])]
+    assert b.chunks == {2: ["0", "1"]}
 
 
 def test_what_a_failed_step_held_is_freed_before_the_next_attempt() -> None:

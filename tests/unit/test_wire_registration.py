@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,14 @@ from hypothesis import strategies as st
 
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.kinds import kind_of
-from carpool.wire.registration import decode_inputs, encode_registration
+from carpool.wire.registration import (
+    FIELDS,
+    combined,
+    decode_inputs,
+    describe_differing,
+    differing,
+    encode_registration,
+)
 from carpool.wire.tensors import DATATYPES, TensorSpec
 
 KINDS = ("stepping", "stateful", "bound")
@@ -76,3 +84,57 @@ def test_model_without_declared_tensors_has_none() -> None:
 def test_malformed_tensors_are_a_value_error_that_names_the_field(text: str) -> None:
     with pytest.raises(ValueError, match=r"^registered inputs are not a list of tensors: "):
         decode_inputs({"inputs": text})
+
+
+# --- of several workers ------------------------------------------------------------------------------------
+
+
+def declared(kind: ModelKind = ModelKind.PLAIN, tensor: str = "", **given: Any) -> dict[str, str]:
+    tensors = [TensorSpec(tensor, "FP32", (2,))] if tensor else []
+    return encode_registration(ModelSettings(**given).as_text(), tensors, [], kind)
+
+
+def test_one_worker_registers_what_it_declares() -> None:
+    own = declared(tensor="x", max_batch_size=4, tenant_weights={"gold": 4})
+    assert combined(own, []) == own
+    assert combined(own, [], declared(max_batch_size=64)) == own  # of a worker that is gone
+    assert set(own) | {"outputs"} == set(FIELDS)
+
+
+def test_the_worker_that_registered_last_decides_what_has_no_order_while_one_declares_it() -> None:
+    old, new = (
+        declared(tensor="x", max_batch_size=4),
+        declared(tensor="y", max_batch_size=64, policy="deferred"),
+    )
+    both = new | {"max_batch_size": "4"}
+    assert combined(new, [old]) == both
+    assert combined(new, [old], both) == both  # at a heartbeat of either
+    assert combined(old, [new], both) == both
+    assert combined(old, [], both) == old  # once the new one is gone
+    assert combined(new, [], both) == new
+
+
+def test_settings_are_those_of_workers_of_the_registered_kind() -> None:
+    """Those of another kind may have no meaning for it."""
+    plain = declared(max_batch_size=4, preserve_ordering=True)
+    stepping = declared(ModelKind.STEPPING, max_batch_size=64)
+    assert combined(stepping, [plain]) == stepping
+    assert combined(plain, [stepping], stepping) == stepping
+    assert combined(plain, [], stepping) == plain
+
+
+def test_tensors_that_no_worker_declares_any_more_are_not_registered() -> None:
+    assert "inputs" not in combined(declared(), [], declared(tensor="x"))
+
+
+def test_what_workers_declare_differently_is_described() -> None:
+    one, other = declared(max_batch_size=4), declared(max_batch_size=64, tensor="x")
+    found = differing([one, other, other])
+    assert found.keys() == {"inputs", "max_batch_size"}
+    assert found["max_batch_size"] == {"4": 1, "64": 2}
+    described = describe_differing(found)
+    assert described.startswith("inputs: none (1 worker), [{")
+    assert described.endswith("; max_batch_size: 4 (1 worker), 64 (2 workers)")
+    sizes = differing([declared(max_batch_size=size) for size in (16, 2)])
+    assert describe_differing(sizes) == "max_batch_size: 2 (1 worker), 16 (1 worker)"
+    assert differing([one, one]) == {} == differing([])

@@ -152,14 +152,11 @@ def follow(
 
 
 def take_sample(directory: Directory, only_model: str) -> Sample:
-    """Every registered model, or only one, as it is now, also while it is loaded for the first time; without
-    any, those that are being loaded. Raises TopError if the one is not known.
-
-    Those are found by the names of all keys, which only some roles may see, so it is not done beside others.
-    """
+    """Every model that is registered or loaded for the first time, or only one, as it is now. Raises TopError
+    if that one is neither."""
     models = directory.models()
     if not only_model:
-        shown = models or directory.loading()
+        shown = sorted([*models, *directory.loading(models)])
     elif only_model in models or directory.is_loading(only_model):
         shown = [only_model]
     else:

@@ -185,12 +185,10 @@ def _details(model: Figures, options: ConsoleOptions) -> Table:
 
 
 def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
-    if not model.batcher and (model.model_processes or not model.loading):  # else none has reason to be
-        yield "batcher", ["none is active: nothing is dispatched until `carpool batcher` runs"]
-    elif model.over_s is None:
-        yield "batcher", ["one is active, but its report is missing or of another version"]
-    if not model.model_processes and not model.loading:
-        yield "workers", ["no model process is alive: start a worker with `carpool worker`"]
+    if model.model_processes or not model.loading:
+        yield from _missing(model)
+    else:  # no batcher serves a model before a worker has registered it
+        yield "workers", ["one is loading the model: requests wait until it has"]
     if model.unheeded:
         yield "settings", [f"rejected: {model.unheeded}"]
     if model.stepping is None:
@@ -210,6 +208,15 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
     if model.missed:
         causes = model.missed.items()
         yield "missed deadlines", [_requests(cause.replace("_", " "), number) for cause, number in causes]
+
+
+def _missing(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
+    if not model.batcher:
+        yield "batcher", ["none is active: nothing is dispatched until `carpool batcher` runs"]
+    elif model.over_s is None:
+        yield "batcher", ["one is active, but its report is missing or of another version"]
+    if not model.model_processes:
+        yield "workers", ["no model process is alive: start a worker with `carpool worker`"]
 
 
 def _of_batches(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:

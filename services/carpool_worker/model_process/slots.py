@@ -98,13 +98,14 @@ class Slots(Generic[T]):
         self.end(key)
         self._waiting = {key: request} | self._waiting
 
-    def next_round(self) -> Round[T]:
-        """Give slots to the requests whose turn it is."""
+    def next_round(self, *, admits: bool = True) -> Round[T]:
+        """Give slots to the requests whose turn it is. Without `admits`, only to one that is to be alone:
+        those that have slots have begun, and have not taken a step since."""
         if self._steps_alone:
             return self._next_alone(next(iter(self._steps_alone)))
         if self._is_paused:
             return Round([], [], False)
-        return Round(self._admit(), self.running, False)
+        return Round(self._admit() if admits else [], self.running, False)
 
     def end(self, key: int) -> None:
         """The request of this key ended: its slot is free."""

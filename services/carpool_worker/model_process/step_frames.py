@@ -118,9 +118,10 @@ class Step(NamedTuple):
     """Process to worker: what changed since the last one. Sent if something did, and now and then without,
     while the process steps, to show that it does not hang.
 
-    `step_us`: how long `step` took, `begin_us` the `begin` before it; 0 if it was not called. `running`: how
-    many requests hold a slot after it, `size` how many took part in it. `error`: the name of what the model
-    raised last (`raised`), or why a result is too large; else empty.
+    `step_us`: how long `step` took, `begin_us` the `begin` before it; 0 if it was not called. What `begin`
+    emitted or ended is sent before `step` is called, as one of these without a step. `running`: how many
+    requests hold a slot after it, `size` how many took the step, or were begun. `error`: the name of what the
+    model raised last (`raised`), or why a result is too large; else empty.
     """
 
     step_us: int
@@ -129,6 +130,11 @@ class Step(NamedTuple):
     running: int
     advances: Sequence[Advance]
     error: str = ""
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it tells of a call of `step`, and not of `begin` alone."""
+        return self.step_us > 0 or not self.begin_us
 
     @classmethod
     def read(cls, fields: Sequence[Any]) -> Self:

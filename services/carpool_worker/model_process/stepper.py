@@ -50,6 +50,7 @@ class Stepper:
             settings.max_batch_size, settings.max_batch_cost, settings.max_prefill_cost
         )
         self._limit = ResultLimit(settings.max_result_bytes)
+        self._owes_step = False  # what `begin` emitted was returned, and the step after it was not taken
         self._running_reported = 0
         self._is_silence_reported = False
         self._log = structlog.get_logger()
@@ -87,19 +88,25 @@ class Stepper:
 
     def advance(self, *, must_report: bool = False) -> Step | None:
         """Begin the requests whose turn it is, and take a step. None if nothing changed, unless it must be
-        reported nevertheless."""
+        reported nevertheless.
+
+        What `begin` emitted or ended is returned at once, because its readers need not wait for the step:
+        the next call takes that, and begins none. A request that is alone takes its step with its `begin`:
+        its worker counts the steps that it is told of.
+        """
         if self._slots.lacks_space:
             self._make_space()
-        planned = self._slots.next_round()
-        started_ns = self._now_ns()
-        if planned.begun:
-            self._begin_valid(planned.begun)
-        begun_ns = self._now_ns()
+        planned = self._slots.next_round(admits=not self._owes_step)
+        self._owes_step = False
+        begin_us = self._begin_valid(planned.begun) if planned.begun else 0
+        if planned.begun and not planned.is_alone:
+            advances, error = self._taken(planned.begun)
+            if advances:
+                self._owes_step = bool(self._slots.occupied)
+                self._running_reported = self._slots.occupied
+                return Step(0, begin_us, len(planned.begun), self._running_reported, advances, error)
         stepping = [generation for generation in planned.stepped if not generation.has_ended]
-        if stepping:
-            self._step(stepping)
-        step_us = (self._now_ns() - begun_ns) // 1000 if stepping else 0
-        begin_us = (begun_ns - started_ns) // 1000 if planned.begun else 0
+        step_us = self._step_timed(stepping) if stepping else 0
         report = self._report(planned, step_us, begin_us, len(stepping))
         if report is None and must_report:
             return Step(step_us, begin_us, len(stepping), self._running_reported, ())
@@ -120,10 +127,13 @@ class Stepper:
                 generation.restart(continues=self._model.continues)
                 self._slots.put_back(generation.key)
 
-    def _begin_valid(self, admitted: Requests) -> None:
+    def _begin_valid(self, admitted: Requests) -> int:
+        """Begin those that can be begun. Returns how long that took (us)."""
+        started_ns = self._now_ns()
         valid = [generation for generation in admitted if self._can_begin(generation)]
         if valid:
             self._begin(valid)
+        return (self._now_ns() - started_ns) // 1000
 
     def _can_begin(self, generation: Generation) -> bool:
         if generation.was_sent and not self._model.continues:
@@ -143,6 +153,12 @@ class Stepper:
         if not self._attempt(self._model.begin, generations):
             for generation in self._restarted(generations):
                 self._begin([generation])
+
+    def _step_timed(self, generations: Requests) -> int:
+        """Take a step with these. Returns how long that took (us)."""
+        started_ns = self._now_ns()
+        self._step(generations)
+        return (self._now_ns() - started_ns) // 1000
 
     def _step(self, generations: Requests) -> None:
         if not self._attempt(self._model.step, generations):
@@ -206,20 +222,7 @@ class Stepper:
             )
 
     def _report(self, planned: Round[Generation], step_us: int, begin_us: int, size: int) -> Step | None:
-        advances: list[Advance] = []
-        error = ""
-        for generation in planned.stepped:
-            advance = generation.take()
-            if advance is None:
-                if generation.count_silent_steps() == SILENT_STEPS_MAX:
-                    self._report_silence(generation)
-                continue
-            advances.append(advance)
-            if generation.has_ended:
-                if generation.is_too_large and advance.failure:
-                    error = advance.failure[1]
-                self._end(generation)
-                self._slots.end(generation.key)
+        advances, error = self._taken(planned.stepped, has_stepped=True)
         if planned.is_alone and not advances:  # the worker waits for it
             (generation,) = planned.stepped
             advances = [Advance(generation.key, b"", generation.emitted)]
@@ -228,6 +231,25 @@ class Stepper:
             return None
         self._running_reported = running
         return Step(step_us, begin_us, size, running, advances, error)
+
+    def _taken(self, generations: Requests, *, has_stepped: bool = False) -> tuple[list[Advance], str]:
+        """What these have emitted and not sent, and why a result is too large, if one is. Ends those that
+        have ended."""
+        advances: list[Advance] = []
+        error = ""
+        for generation in generations:
+            advance = generation.take()
+            if advance is None:
+                if has_stepped and generation.count_silent_steps() == SILENT_STEPS_MAX:
+                    self._report_silence(generation)
+                continue
+            advances.append(advance)
+            if generation.has_ended:
+                if generation.is_too_large and advance.failure:
+                    error = advance.failure[1]
+                self._end(generation)
+                self._slots.end(generation.key)
+        return advances, error
 
     def _report_silence(self, generation: Generation) -> None:
         """Most likely the model forgot to finish it. The first such request is enough to say so."""

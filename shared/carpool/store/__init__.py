@@ -23,6 +23,7 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     sequences        what scripts that write results change in sequences
     directory        which models there are, and their state; writes only an operator's overrides of settings
     unregistered     what Redis has of models that nobody registered
+    declarations     what each worker declares, of which the registration is made
     dead_letters     requests that were given up: read, sent again, dropped
     removal          a model that is no longer served is removed
     eviction         whether Redis may discard what it has accepted

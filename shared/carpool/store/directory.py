@@ -11,13 +11,11 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from carpool.clock import RedisClock
-from carpool.keys import Keys, models_key
+from carpool.keys import Keys, loading_key, models_key
 from carpool.store.connection import Argument, CommandError, Link
-from carpool.store.unregistered import find_unregistered
 from carpool.wire.requests import arrival_of
 
 SETTLED_ENTRIES_MAX: Final = 10_000
-LOADING_LOOK_S: Final = 5.0  # between two looks at the names of all keys
 
 
 class ModelSnapshot(NamedTuple):
@@ -51,8 +49,7 @@ class Directory:
     def __init__(self, link: Link, prefix: str) -> None:
         self._link = link
         self._prefix = prefix
-        self._loading: list[str] = []
-        self._looked_for_loading_s = float("-inf")
+        self._may_list_loading = True
 
     def models(self) -> list[str]:
         """Names of the registered models, sorted."""
@@ -73,17 +70,20 @@ class Directory:
         )
         time_reply, waiting, in_flight, workers, batcher, report, dead = no_errors(replies)
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
-        processes = len(_alive(workers, at_us // 1000))
+        processes = len(alive(workers, at_us // 1000))
         return ModelOverview(at_us, waiting, in_flight, processes, bool(batcher), report, dead, loading == 1)
 
-    def loading(self) -> list[str]:
-        """Models that workers load while none is registered, found by the names of all keys: every few
-        seconds at most, and in between those that were found last."""
-        now_s = time.monotonic()
-        if now_s >= self._looked_for_loading_s + LOADING_LOOK_S:
-            self._looked_for_loading_s = now_s
-            self._loading = find_unregistered(self._link, self._prefix, []).loading
-        return [model for model in self._loading if self.is_loading(model)]
+    def loading(self, registered: Sequence[str]) -> list[str]:
+        """Models that workers load for the first time, sorted."""
+        if not self._may_list_loading:
+            return []
+        try:
+            names = self._link.call("SMEMBERS", loading_key(self._prefix))
+        except CommandError:  # an ACL file that is older than this
+            self._may_list_loading = False
+            return []
+        unregistered = sorted({name.decode() for name in names}.difference(registered))
+        return [model for model in unregistered if self.is_loading(model)]
 
     def is_loading(self, model: str) -> bool:
         """Whether a worker loads this model."""
@@ -95,7 +95,7 @@ class Directory:
         """The settings that a model's workers registered, and the operator's overrides."""
         keys = Keys(model, self._prefix)
         replies = self._link.call_many(("HGETALL", keys.registration), ("HGETALL", keys.config))
-        registration, config = map(_texts, no_errors(replies))
+        registration, config = map(texts, no_errors(replies))
         return registration, config
 
     def configure(self, model: str, values: Mapping[str, str], removed: Sequence[str]) -> None:
@@ -171,9 +171,9 @@ def read_snapshot(replies: Sequence[Any], now_ms: int) -> ModelSnapshot | Comman
         waiting,
         in_flight,
         in_order,
-        _alive(workers, now_ms),
-        _texts(registration),
-        _texts(config),
+        alive(workers, now_ms),
+        texts(registration),
+        texts(config),
         [process.decode() for process in draining],
     )
 
@@ -186,7 +186,7 @@ def no_errors(replies: list[Any]) -> list[Any]:
     return replies
 
 
-def _alive(workers: Sequence[bytes], now_ms: int) -> list[str]:
+def alive(workers: Sequence[bytes], now_ms: int) -> list[str]:
     """The model processes whose lease runs; `workers` is member, score, member, score, ..."""
     return [
         member.decode()
@@ -195,7 +195,7 @@ def _alive(workers: Sequence[bytes], now_ms: int) -> list[str]:
     ]
 
 
-def _texts(flat: Sequence[bytes]) -> dict[str, str]:
+def texts(flat: Sequence[bytes]) -> dict[str, str]:
     """A hash that Redis returned, as text."""
     texts = [text.decode("utf-8", "replace") for text in flat]
     return dict(zip(texts[::2], texts[1::2], strict=True))

@@ -14,6 +14,7 @@ from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, Command, CommandError, Link, Script
 from carpool.store.dead_letters import DeadLetters
+from carpool.store.declarations import Declarations
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
 from carpool.store.results import (
     DELIVER_IN_ORDER,
@@ -102,6 +103,11 @@ class WorkerStore:
         self._batches = keys.batches
         self._commit_keys = (keys.batches, keys.settled), (keys.dead, keys.order, keys.held)
 
+    @property
+    def declarations(self) -> Declarations:
+        """What the workers of the model declare."""
+        return Declarations(self._link, self.keys)
+
     def register(self, registration: Mapping[str, Argument]) -> None:
         """Write the registration of the model; only workers do.
 
@@ -119,6 +125,17 @@ class WorkerStore:
         no_errors([reply for reply in replies if getattr(reply, "code", "") != "BUSYGROUP"])
         names = models_key(self.keys.prefix)
         self._link.call_at(names, "SADD", names, self.keys.model)
+
+    def tell_batcher(self, worker: str) -> None:
+        """Have the batcher look at the model now: what is registered has changed."""
+        self._link.call(
+            "XADD", self.keys.settled, "MAXLEN", "~", SETTLED_ENTRIES_MAX, "*", "worker", worker, "size", 0
+        )
+
+    def overridden(self, setting: str) -> str:
+        """The operator's override of a setting, as text; empty without one."""
+        text = self._link.call("HGET", self.keys.config, setting)
+        return "" if text is None else str(text.decode("utf-8", "replace"))
 
     def join(self, consumer: str, lease_ms: int) -> None:
         """A model process is ready for batches."""

@@ -359,25 +359,24 @@ def _why(error: Exception) -> str:
     return str(error)
 
 
-def result_type(content_type: str, wanted: str, value: Any) -> str:
+def result_type(content_type: str, wanted: str, value: Any, *, has_tensors: bool = False) -> str:
     """The content type of a result: the one that is wanted, or else that of the request. Where that is bytes,
-    and the result is not, it is JSON: an image has a label. Raises InvalidArgumentError if the result cannot
-    have the one that is wanted, for which the model is not to blame."""
+    and the result is not, it is JSON: an image has a label. `has_tensors`: the model declares tensors, so the
+    bytes of an array, whose datatype and shape are known then, are octet-stream. Raises InvalidArgumentError
+    if the result cannot have the type that is wanted, for which the model is not to blame."""
     if wanted:
         _check_wanted(wanted, value)
         return wanted
-    return content_type if is_value(content_type) or _is_of(content_type, value) else JSON
-
-
-def _is_of(content_type: str, value: Any) -> bool:
-    """Whether a value can be the bytes of such a type: any bytes can, an array only those of octet-stream."""
-    return isinstance(value, _BYTES) or (content_type == RAW and isinstance(value, np.ndarray))
+    if is_value(content_type) or isinstance(value, _BYTES):
+        return content_type
+    return RAW if has_tensors and content_type == RAW and isinstance(value, np.ndarray) else JSON
 
 
 def _check_wanted(wanted: str, value: Any) -> None:
     kind = type(value).__name__
-    is_text = isinstance(value, str) and wanted.startswith("text/")
-    if not (is_value(wanted) or is_text or _is_of(wanted, value)):
+    is_text = isinstance(value, str) and wanted.lower().startswith("text/")
+    is_array = isinstance(value, np.ndarray) and wanted == RAW
+    if not (is_value(wanted) or isinstance(value, _BYTES) or is_text or is_array):
         raise InvalidArgumentError(
             f"{ACCEPT}: {wanted} is bytes, but this model's result is of type {kind}: "
             f"leave {ACCEPT} out, or name {JSON} or {MSGPACK}"

@@ -4,20 +4,28 @@ Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` 
 `stateful` for one whose states of sequences are in Redis, and `bound` for one that has them in its processes
 (`wire.kinds`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
 Inference Protocol.
+
+Each worker declares such a hash. What is registered is made of those of living workers (`combined`).
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from carpool.model_settings import ModelKind
-from carpool.wire.kinds import kind_fields
+from carpool.model_settings import ModelKind, ModelSettings
+from carpool.wire.kinds import kind_fields, kind_of
 from carpool.wire.tensors import TensorSpec
 
 OPTIONAL_FIELDS: Final = ("inputs", "outputs")
 
+Registration = Mapping[str, str]
+"""The fields of such a hash."""
+
+FIELDS: Final = (*ModelSettings.names(), *kind_fields(ModelKind.PLAIN), *OPTIONAL_FIELDS)
+_SHOWN_CHARS_MAX: Final = 60
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
 
 
@@ -43,3 +51,51 @@ def decode_inputs(registration: Mapping[str, str]) -> list[TensorSpec]:
         return [TensorSpec(**spec) for spec in json.loads(registration.get("inputs", "[]"))]
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"registered inputs are not a list of tensors: {error}") from None
+
+
+def combined(
+    own: Registration, others: Sequence[Registration], registered: Registration | None = None
+) -> dict[str, str]:
+    """What is to be registered of a model whose workers declare `own` and `others`.
+
+    Settings are the tightest of those whose kind the model has (`ModelSettings.tightest`). What has no order
+    is that of the worker that registered last, as long as one declares it: the kind, the tensors, the policy
+    and the weights of tenants. `registered`: what is registered so far; None: that of `own` registers now.
+    """
+    latest = own if registered is None else registered
+    kind = kind_of(latest)
+    if all(kind_of(declared) is not kind for declared in (own, *others)):
+        kind = kind_of(own)
+    of_kind = [declared for declared in (own, *others) if kind_of(declared) is kind]
+
+    def latest_of(name: str) -> str | None:
+        declared = [fields.get(name) for fields in of_kind]
+        return latest.get(name) if latest.get(name) in declared else declared[0]
+
+    unordered = {name: latest_of(name) for name in ("policy", "tenant_weights", *OPTIONAL_FIELDS)}
+    fields = {name: text for name, text in unordered.items() if text is not None}
+    settings = [ModelSettings.from_readable(declared) for declared in of_kind]
+    tightest = ModelSettings.tightest(settings, ModelSettings.from_readable(fields))
+    return {**tightest.as_text(), **kind_fields(kind), **fields}
+
+
+def differing(declared: Sequence[Registration]) -> dict[str, dict[str, int]]:
+    """Fields that workers declare differently: of each how many workers declare which value, which is empty
+    for a field that one does not have."""
+    names = sorted({name for fields in declared for name in fields})
+    counts = {name: Counter(fields.get(name, "") for fields in declared) for name in names}
+    return {name: dict(of_one) for name, of_one in counts.items() if len(of_one) > 1}
+
+
+def describe_differing(found: Mapping[str, Mapping[str, int]]) -> str:
+    """What `differing` found, for a person, such as `max_batch_size: 4 (1 worker), 64 (2 workers)`."""
+
+    def of_value(text: str, workers: int) -> str:
+        shown = text if len(text) <= _SHOWN_CHARS_MAX else f"{text[:_SHOWN_CHARS_MAX]}..."
+        return f"{shown or 'none'} ({workers} worker{'s' if workers > 1 else ''})"
+
+    def of_field(workers: Mapping[str, int]) -> str:
+        by_number = sorted(workers.items(), key=lambda of_one: (len(of_one[0]), of_one[0]))
+        return ", ".join(of_value(*of_one) for of_one in by_number)
+
+    return "; ".join(f"{name}: {of_field(workers)}" for name, workers in found.items())

@@ -1,0 +1,121 @@
+"""Keeps the model registered: what this worker declares, together with what the others do.
+
+Workers of several versions of a model may live side by side, as in a rolling update. What is registered then
+suits all of them, and when some are gone, those that are left (`carpool.store.declarations`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+
+from carpool.store.connection import CommandError
+from carpool.store.declarations import Declared, Living
+from carpool.store.permissions import reason_of
+from carpool.store.worker import WorkerStore
+from carpool.wire.registration import OPTIONAL_FIELDS, Registration, combined, describe_differing, differing
+
+BATCH_SIZE: Final = "max_batch_size"
+
+
+class Registrar:
+    """For all loops of a worker: `register` is for any thread, `follow` for that of the heartbeat.
+
+    `batch_size_max`: how many requests this worker's model takes at a time: as many as it declares, or more
+    if an operator says so, as of the last heartbeat.
+    """
+
+    def __init__(self, worker: str, declared: Registration) -> None:
+        self._worker = worker
+        self._declared = declared
+        self._declared_size = int(declared[BATCH_SIZE])
+        self.batch_size_max = self._declared_size
+        self._followed: Living | None = None  # whose declarations are in what is registered; None: unknown
+        self._differing: dict[str, set[str]] = {}  # fields and their values, as logged last
+        self._refused = ""  # why Redis refused to follow, as logged last
+        self._is_alone = False  # it cannot declare, as with an ACL file that is older than declarations
+        self._log = structlog.get_logger()
+
+    def register(self, store: WorkerStore) -> None:
+        """Register the model, with what this worker declares in it. Raises CommandError."""
+        self._followed = None
+        store.register(combined(self._declared, self._others_when_registering(store)))
+
+    def follow(self, store: WorkerStore) -> None:
+        """If workers came or went since the last time, register what suits those that live now. What Redis
+        refuses is tried again the next time: the leases of this worker must not depend on it."""
+        try:
+            override = store.overridden(BATCH_SIZE)
+            self.batch_size_max = max(self._declared_size, int(override) if override.isdecimal() else 0)
+            if self._is_alone:
+                return
+            living = store.declarations.living()
+            if living != self._followed:
+                self._follow(store, living)
+            self._refused = ""
+        except CommandError as error:
+            if str(error) != self._refused:
+                self._refused = str(error)
+                self._log.warning(
+                    "settings of other workers are not followed, retrying",
+                    model=store.keys.model,
+                    reason=self._refused,
+                )
+
+    def _follow(self, store: WorkerStore, living: Living) -> None:
+        if self._worker not in living.workers:  # the key was removed; or it has not joined yet
+            store.declarations.write(self._worker, self._declared)
+        found, registered = store.declarations.read(), store.declarations.registered()
+        if not registered:  # Redis was emptied: the heartbeat registers the model
+            return
+        others = self._others(found, registered)
+        fields = combined(self._declared, others, registered)
+        undeclared = any(name in registered and name not in fields for name in OPTIONAL_FIELDS)
+        if undeclared or any(registered.get(name) != text for name, text in fields.items()):
+            store.register(fields)
+            store.tell_batcher(self._worker)
+        if found.gone:
+            store.declarations.remove(*found.gone)
+        self._tell([self._declared, *others], store.keys.model)
+        self._followed = found.living
+
+    def _others(self, found: Declared, registered: Registration) -> list[Registration]:
+        """What the other living workers declare. What is registered is declared by those that do not say."""
+        others = [declared for worker, declared in found.by_worker.items() if worker != self._worker]
+        return [*others, registered] if found.living.undeclared and registered else others
+
+    def _tell(self, declared: Sequence[Registration], model: str) -> None:
+        """Log how the workers' declarations differ, if that has changed; not how many declare which."""
+        found = differing(declared)
+        values = {name: set(of_one) for name, of_one in found.items()}
+        if values == self._differing:
+            return
+        self._differing = values
+        if found:
+            self._log.warning(
+                "workers declare different settings, the tightest apply",
+                model=model,
+                differing=describe_differing(found),
+            )
+        else:
+            self._log.info("workers declare the same settings again", model=model)
+
+    def _others_when_registering(self, store: WorkerStore) -> list[Registration]:
+        """Declare, and return what the others do; none if that is forbidden, or a user wrote the key."""
+        declarations = store.declarations
+        try:
+            declarations.write(self._worker, self._declared)
+            return self._others(declarations.read(), declarations.registered())
+        except CommandError as error:
+            if error.code not in ("NOPERM", "WRONGTYPE"):
+                raise
+            if not self._is_alone:
+                self._log.warning(
+                    "settings of other workers are not looked at, those registered last apply",
+                    model=store.keys.model,
+                    reason=reason_of(error, "worker"),
+                )
+            self._is_alone = True
+            return []
