@@ -24,6 +24,7 @@ from carpool.settings import CommonSettings
 
 CONNECTIONS_MAX: Final = 16
 _TEXT: Final = "text/plain; charset=utf-8"
+_STOPS_WITHIN_S: Final = 0.1  # how often the server looks whether it should stop
 
 
 class Service(Protocol):
@@ -114,7 +115,9 @@ class HealthServer:
         except OSError as error:
             raise OSError(f"cannot listen on {_address(host, port)}: {error.strerror}") from error
         self.url = _address(host, self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_STOPS_WITHIN_S,), name="health", daemon=True
+        )
 
     def start(self) -> None:
         """Begin to answer, at `url`."""

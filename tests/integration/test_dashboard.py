@@ -513,6 +513,6 @@ def assert_alerts(prometheus: Prometheus) -> None:
         prometheus.query(rule["query"])
         for alert in rule["alerts"]:
             summary = alert["annotations"]["summary"]
-            assert any(model in summary for model in (MODEL, FOLDING)), alert
+            assert any(model in summary for model in (MODEL, FOLDING, WRITER)), alert
             assert "<no value>" not in str(alert["annotations"])
             assert len(alert["annotations"]["description"]) > 40

@@ -7,8 +7,6 @@ import json
 import os
 import pty
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from carpool.keys import Keys
 from support.command import Done, carpool, clean_environment
+from support.forking import ForkServer
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -196,16 +195,16 @@ EVIL: Final = "\x1b]52;c;cm0=\x07\x1b[2J\x9b31m\u202e\r\nfake: 0 dead letters"
 def on_a_terminal(url: str, *arguments: str) -> bytes:
     """What a command writes that runs on a terminal."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "carpool_cli", *arguments, "--redis-url", url]
-    with subprocess.Popen(
-        command, env={**clean_environment(), "TERM": "xterm"}, stdin=theirs, stdout=theirs, stderr=theirs
-    ):
-        os.close(theirs)
-        output = b""
-        with contextlib.suppress(OSError):  # at the end
-            while data := os.read(ours, 65536):
-                output += data
+    variables = {**clean_environment(), "TERM": "xterm", "CARPOOL_REDIS_URL": url}
+    with os.fdopen(theirs, "wb") as terminal:
+        server = ForkServer.of_this_process()
+        process = server.start("carpool_cli", arguments, Path.cwd(), variables, terminal, terminal)
+    output = b""
+    with contextlib.suppress(OSError):  # at the end
+        while data := os.read(ours, 65536):
+            output += data
     os.close(ours)
+    process.wait()
     return output
 
 

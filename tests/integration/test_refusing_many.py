@@ -66,14 +66,14 @@ def test_colliding_correlation_ids_do_not_stop_redis(server: Path, tmp_path: Pat
         assert not stack.events("batcher failed, starting over")
 
 
-def test_several_hundred_thousand_refusals_of_a_full_queue(server: Path, tmp_path: Path) -> None:
+def test_many_refusals_of_a_full_queue(server: Path, tmp_path: Path) -> None:
     with Stack(tmp_path, binary=server, append_only=False) as stack:
         serve(stack)
         stack.configure(MODEL, max_queue_size="1")
         for worker in stack.services[1:]:
             worker.kill()
         wait_until(lambda: not stack.live_workers(MODEL), description="no worker is left")
-        ids = [f"r{number}" for number in range(80 * IN_ENTRY)]
+        ids = [f"r{number}" for number in range(40 * IN_ENTRY)]
         with Pings(stack.url) as pings:
             send_together(stack, ids)
             wait_until(
