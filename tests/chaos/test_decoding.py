@@ -21,9 +21,8 @@ pytestmark = pytest.mark.chaos
 MODEL: Final = "Lengths"
 SPEC: Final = "plain.py:Lengths"
 LEASE: Final = ("--lease-ms", "300")
-LONGER_LEASE_MS: Final = 1500  # than a busy machine withholds the CPU, but shorter than decoding takes
-SLOW_MAPS: Final = 400_000  # empty ones, in JSON: about 50 ms for each such body
-BODIES: Final = 12  # several leases' worth on a quiet machine
+BODIES: Final = 12
+SLOW_MAPS: Final = 270  # empty ones, in JSON, for each ms of a lease: decoding takes longer than that
 
 
 @pytest.fixture
@@ -33,20 +32,33 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         yield stack
 
 
-def test_a_batch_that_takes_longer_to_decode_than_the_lease_is_delivered_once(stack: Stack) -> None:
-    """Its lease is renewed meanwhile, so that another worker does not take it."""
-    for _ in range(2):
-        stack.worker(SPEC, "--lease-ms", str(LONGER_LEASE_MS))
-    stack.wait_for_model(MODEL, workers=2)
-    body = json.dumps([{}] * SLOW_MAPS)
-    requests = [{"correlation_id": f"slow-{number}", "body": body} for number in range(BODIES)]
-    stopwatch = Stopwatch()
-    stack.send_packed(MODEL, requests)
-    for number in range(BODIES):
-        result = stack.result(MODEL, f"slow-{number}")
-        assert (result["status"], result["body"]) == ("OK", SLOW_MAPS)
-    assert stopwatch.elapsed_s > LONGER_LEASE_MS / 1000, "this machine needs larger bodies"
-    assert stack.events("batch reclaimed") == []
+def test_a_batch_that_takes_longer_to_decode_than_the_lease_is_delivered_once(tmp_path: Path) -> None:
+    """Its lease is renewed meanwhile, so that another worker does not take it.
+
+    A busy machine may withhold the CPU for longer than a short lease, so a longer one has its turn, with more
+    to decode. A worker that does not renew loses both.
+    """
+    leases_ms = (1500, 4000)
+    assert any(is_delivered_once(tmp_path / str(lease_ms), lease_ms) for lease_ms in leases_ms)
+
+
+def is_delivered_once(home: Path, lease_ms: int) -> bool:
+    """Whether a batch that takes longer to decode than the lease is never reclaimed. All is answered."""
+    with Stack(home) as stack:
+        stack.batcher()
+        for _ in range(2):
+            stack.worker(SPEC, "--lease-ms", str(lease_ms))
+        stack.wait_for_model(MODEL, workers=2)
+        maps = lease_ms * SLOW_MAPS
+        body = json.dumps([{}] * maps)
+        names = [f"slow-{number}" for number in range(BODIES)]
+        stopwatch = Stopwatch()
+        stack.send_packed(MODEL, [{"correlation_id": name, "body": body} for name in names])
+        for name in names:
+            result = stack.result(MODEL, name, timeout_s=200)
+            assert (result["status"], result["body"]) == ("OK", maps)
+        assert stopwatch.elapsed_s > lease_ms / 1000, "this machine needs larger bodies"
+        return stack.events("batch reclaimed") == []
 
 
 def test_a_body_that_kills_each_worker_that_decodes_it_is_given_up(stack: Stack, tmp_path: Path) -> None:
@@ -54,6 +66,7 @@ def test_a_body_that_kills_each_worker_that_decodes_it_is_given_up(stack: Stack,
     package = killed_by_poison(tmp_path / "faulty")
     workers = [stack.worker(SPEC, *LEASE, faulty_package=package)]
     stack.wait_for_model(MODEL)
+    stack.configure(MODEL, result_ttl_ms="600000")  # several workers must start until the last is there
     names = ("a", "poison", "b")
     stack.send_packed(MODEL, [{"correlation_id": name, "body": json.dumps([name])} for name in names])
 

@@ -586,7 +586,6 @@ def countdown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack,
         stack.batcher()
         service = worker(stack, LONG_LEASE, "stepping.py:countdown")
         stack.wait_for_model("countdown")
-        stack.configure("countdown", reader_idle_ms="1000")
         stack.send("countdown", correlation_id="warm", body="1000", stream=1)
         read_all(stack, "warm", "countdown")
         yield stack, service
@@ -624,6 +623,7 @@ def test_memory_of_a_long_conversation_is_bounded(countdown: tuple[Stack, Servic
 
 def test_memory_of_a_conversation_whose_reader_stops_is_bounded(countdown: tuple[Stack, Service]) -> None:
     stack, service = countdown
+    stack.configure("countdown", reader_idle_ms="1000")
     memory = Memory(stack, service)
     stack.send("countdown", correlation_id="r", body=str(10**9), stream=1)
     values: list[int] = []

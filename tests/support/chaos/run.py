@@ -69,6 +69,8 @@ class Run:
         )
         self.hostile.start()
         self.producers = [self.new_producer(f"p{number}") for number in range(PRODUCERS)]
+        for producer in self.producers:
+            producer.wait_for_more(1)
         self.wait_for_load()
 
     # --- what faults use -----------------------------------------------------------------------------------
