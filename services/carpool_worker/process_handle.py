@@ -91,7 +91,7 @@ class ProcessHandle:
         self._backlog: deque[Buffer] = deque()
         self.descriptor: int | None = None  # the socket to wait on; None until started, and after `close`
         self.ready = False  # the model is loaded
-        self.raised: list[Raised] = []  # that the process told since `take_raised`
+        self.raised: list[Raised] = []  # what the process told; for the log, which takes it
         # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
         self._sent = self._received = 0
 
@@ -249,11 +249,6 @@ class ProcessHandle:
 
         message, payload = self._receive(read_or_end) or (None, b"")
         return None if message is None else (message, payload)
-
-    def take_raised(self) -> list[Raised]:
-        """What the model raised and was not taken yet, for the log."""
-        raised, self.raised = self.raised, []
-        return raised
 
     def _receive(self, read: Callable[[Sequence[Any]], Message]) -> tuple[Message, Buffer] | None:
         reader = self._reader

@@ -194,7 +194,8 @@ class ReplicaLoop(ABC, Generic[Fetched]):
     def _log_raised(self, errors: Mapping[str, Sequence[int]], shown: Callable[..., dict[str, Any]]) -> None:
         """Log what the model raised, with the requests concerned. `errors`: which these are, by name, as in
         an outcome; `shown`: what the log shows of them, or of all in question without an argument."""
-        for raised in self.process.take_raised():
+        told, self.process.raised = self.process.raised, []
+        for raised in told:
             concerned = errors.get(raised.error)
             more = {"left_out": raised.left_out} if raised.left_out else {}
             self._log.error(

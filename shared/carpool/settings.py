@@ -105,7 +105,7 @@ _ENV_FILE: Final = Path(".env")
 # What Kubernetes tells each container of a Service: CARPOOL_HTTP_PORT=tcp://10.43.0.9:9464 of `carpool-http`.
 _SERVICE_LINK: Final = re.compile("(tcp|udp|sctp)://.*")
 _OF_SERVICE: Final = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
-SIMILARITY_MIN: Final = 0.8  # of a variable that nothing reads to the one that was probably meant
+SIMILARITY_MIN: Final = 0.85  # of a variable that nothing reads to the one that was probably meant
 # What commands read beside the settings here: no mistake where another process finds it.
 OF_COMMANDS: Final = frozenset(
     {
