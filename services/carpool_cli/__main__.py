@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnavailableError as error:
         complain(f"carpool {command}: {error.detail}")
         return 1
+    except UnicodeEncodeError as error:  # its object may have a body or a password
+        complain(f"carpool {command}: an argument or a variable is not UTF-8 text: {error.reason}")
+        return 2
     except BrokenPipeError:  # the reader closed the pipe; keep Python from reporting that again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -220,6 +220,13 @@ def test_names_that_standard_output_cannot_encode_are_escaped(
     assert b"usage: carpool infer" in printed.getvalue()
 
 
+def test_argument_that_is_no_utf_8_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its bytes arrive as lone surrogates, also those of UTF-8 in the C locale."""
+    Path(".env").write_text("CARPOOL_REDIS_URL=redis://127.0.0.1:1\n")
+    assert run("config", "\udcc3\udca9") == 2
+    assert capsys.readouterr().err.startswith("carpool config: an argument or a variable is not UTF-8 text: ")
+
+
 def test_durations_may_have_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CARPOOL_LEASE_MS", "2s")
     worker = read_settings(WorkerSettings, ["square", "--drain-s", "1.5min", "--load-s-max=500ms"], "worker")
