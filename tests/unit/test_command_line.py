@@ -223,7 +223,7 @@ def test_names_that_standard_output_cannot_encode_are_escaped(
 def test_argument_that_is_no_utf_8_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     """Its bytes arrive as lone surrogates, also those of UTF-8 in the C locale."""
     Path(".env").write_text("CARPOOL_REDIS_URL=redis://127.0.0.1:1\n")
-    assert run("config", "\udcc3\udca9") == 2
+    assert run("config", "square", "--prefix", "\udcc3\udca9") == 2
     assert capsys.readouterr().err.startswith("carpool config: an argument or a variable is not UTF-8 text: ")
 
 
