@@ -22,7 +22,7 @@ def output_of(code: str, **variables: str) -> tuple[int, list[str]]:
     """The exit status of a model process that runs this, and the lines of its log."""
     done = subprocess.run(
         [sys.executable, "-c", START + code],
-        env=os.environ | variables,
+        env=os.environ | {"PYTHONUNBUFFERED": ""} | variables,  # it would hide a buffer
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         check=False,
