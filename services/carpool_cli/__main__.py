@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from carpool_cli.commands import COMMANDS, help_text
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
+    _allow_all_texts()
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["help"]
     if command in ("help", "-h", "--help"):
         if not rest or rest[0] == "help":
@@ -34,10 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnavailableError as error:
         complain(f"carpool {command}: {error.detail}")
         return 1
+    except UnicodeEncodeError as error:  # its object may have a body or a password
+        complain(f"carpool {command}: an argument or a variable is not UTF-8 text: {error.reason}")
+        return 2
     except BrokenPipeError:  # the reader closed the pipe; keep Python from reporting that again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return status
+
+
+def _allow_all_texts() -> None:
+    """Names and bodies may have any characters: what standard output cannot encode is escaped there, as on
+    standard error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _set_threads() -> None:

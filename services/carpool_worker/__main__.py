@@ -58,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
         worker.start(stop)
     except ModelLoadError as error:
         trace = error.logged_trace()
-        log.error("model cannot be loaded", model=settings.model, reason=str(error), **trace)
+        log.error("model cannot be loaded", location=settings.model, reason=str(error), **trace)
         return 1
     except (ValueError, OSError) as error:
-        log.error("worker cannot start", model=settings.model, reason=str(error))
+        log.error("worker cannot start", location=settings.model, reason=str(error))
         return 1
     collect_garbage_rarely()
     while not stop.wait(0.5):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Final
 
 from carpool.errors import ABORTED, OK
@@ -36,7 +37,7 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.bound_frames import End
 from carpool_worker.model_process.frames import ProcessGoneError
 from carpool_worker.process_handle import ProcessHandle
-from carpool_worker.replica_loop import WAIT_S, ReplicaLoop
+from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_as_example, shown_of_frame
 
 LOST: Final = "sequence_id: its model process ended; begin it again with sequence_start"
 
@@ -167,6 +168,7 @@ class BoundReplica(ReplicaLoop[Item]):
             return
         header, payload = received
         if self.retirement.tried is not None:
+            self._log_raised({}, shown_as_example)
             self.process.send_message(End([EXAMPLE_SEQUENCE]).message())
             self._observe_example({} if header.executed else header.failures)  # it may return exceptions
             return
@@ -174,12 +176,14 @@ class BoundReplica(ReplicaLoop[Item]):
         assert execution is not None  # the process handle compares the numbers of frames and outcomes
         frame = execution.frames[0]
         try:
+            if self.process.raised:
+                self._log_raised(header.errors, partial(shown_of_frame, execution, frame))
             self._codec.take_outcome(execution, frame, header, payload)
         except Exception as error:  # an unforeseen case: the outcome is not sent again
             self._log.error(
                 "results of the model process unreadable",
                 worker=self.consumer,
-                batch=execution.batch.id,
+                **shown_of_frame(execution, frame),
                 exception=trace_of(error),
             )
             execution.fail_frame(frame, f"the model's results cannot be read: {error}")
@@ -193,7 +197,16 @@ class BoundReplica(ReplicaLoop[Item]):
         """The model process died, and the states with it: start another."""
         cause = self.process.exit_cause()
         self._metrics.process_died()
-        self._log.error("model process died", worker=self.consumer, how=cause, sequences=len(self._sequences))
+        executed = self._first_unfinished()
+        shown = partial(shown_of_frame, executed, executed.frames[0]) if executed is not None else dict
+        self._log_raised({}, shown)
+        self._log.error(
+            "model process died",
+            worker=self.consumer,
+            how=cause,
+            sequences=len(self._sequences),
+            **shown(),
+        )
         self._let_go_of_process()
         self.process.hang_up()
 

@@ -325,7 +325,8 @@ class Codec:
         execution.frames_executed += 1
         execution.executed += outcome.executed
         execution.is_normal &= outcome.executed > 0 or frame.is_apart
-        execution.error = outcome.error or execution.error
+        if outcome.errors:
+            execution.error = [*outcome.errors][-1]
         if outcome.raised or len(self._raising):
             self._raising.observe(
                 [run for run, _, _ in _by_run(execution, frame.positions)],

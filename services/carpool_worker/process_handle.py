@@ -27,6 +27,7 @@ from carpool_worker.model_process.frames import (
     MessageReader,
     OutcomeHeader,
     ProcessGoneError,
+    Raised,
     Ready,
     StrayBytesError,
     message_parts,
@@ -66,11 +67,18 @@ class ProcessHandle:
     """
 
     def __init__(
-        self, location: str, device: str, load_s_max: float | None = None, *, processes: int = 1
+        self,
+        location: str,
+        device: str,
+        load_s_max: float | None = None,
+        *,
+        processes: int = 1,
+        worker: str = "",
     ) -> None:
         """`load_s_max`: how long the model may take to load; None: without a limit. `processes`: how many
-        share the CPUs, this one included."""
+        share the CPUs, this one included. `worker`: the name of the replica, for the log."""
         self._location = location
+        self._worker = worker
         self.device = device
         self._load_s_max = load_s_max
         self._sharing = processes
@@ -83,6 +91,7 @@ class ProcessHandle:
         self._backlog: deque[Buffer] = deque()
         self.descriptor: int | None = None  # the socket to wait on; None until started, and after `close`
         self.ready = False  # the model is loaded
+        self.raised: list[Raised] = []  # what the process told; for the log, which takes it
         # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
         self._sent = self._received = 0
 
@@ -98,7 +107,7 @@ class ProcessHandle:
         ours, theirs = socket.socketpair()
         for sock in (ours, theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        arguments = [str(os.getpid()), str(theirs.fileno()), self._location, self.device]
+        arguments = [str(os.getpid()), str(theirs.fileno()), self._location, self.device, self._worker]
         # -P: nothing is imported from the working directory, where files of any name may be.
         command = [sys.executable, "-P", "-m", "carpool_worker.model_process.main", *arguments]
         self._process = subprocess.Popen(
@@ -224,16 +233,22 @@ class ProcessHandle:
 
     def receive_message(self, read: Callable[[Sequence[Any]], Message]) -> tuple[Message, Buffer] | None:
         """The next message, as `read` makes it from its header's fields, and its payload; None if it has not
-        arrived yet. Raises ProcessGoneError, also if the process tells that it ends."""
+        arrived yet. What the model raised is put into `raised`. Raises ProcessGoneError, also if the process
+        tells that it ends."""
 
-        def read_or_end(fields: Sequence[Any]) -> Message:
+        def read_or_end(fields: Sequence[Any]) -> Message | None:
+            raised = Raised.read(fields)
+            if raised is not None:
+                self.raised.append(raised)
+                return None
             ending = Ending.read(fields)
             if ending is not None:
                 self._ended_because = f"unhealthy, {ending.reason}"
                 raise ProcessGoneError(self._ended_because)
             return read(fields)
 
-        return self._receive(read_or_end)
+        message, payload = self._receive(read_or_end) or (None, b"")
+        return None if message is None else (message, payload)
 
     def _receive(self, read: Callable[[Sequence[Any]], Message]) -> tuple[Message, Buffer] | None:
         reader = self._reader
@@ -255,7 +270,7 @@ class ProcessHandle:
         except (StrayBytesError, LookupError, TypeError, ValueError):
             structlog.get_logger().error(
                 "model wrote into the connection to its worker, ending its process",
-                model=self._location,
+                worker=self._worker,
                 pid=self.pid,
             )
             self._end(_WROTE)

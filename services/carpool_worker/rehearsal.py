@@ -5,8 +5,9 @@ Bodies are decoded, executed in one batch, and the results encoded, by the code 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from carpool.errors import OK, CarpoolError
 from carpool.messages import Batch, BatchedRun, Result, SequencePart
@@ -19,13 +20,14 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.description import description_of, kind_of
 from carpool_worker.model_process.frame_execution import execute_frame
 from carpool_worker.model_process.model import LoadedModel, SteppingModel
-from carpool_worker.model_process.raised import followed, whole_trace_of
+from carpool_worker.model_process.raised import whole_trace_of
 from carpool_worker.model_process.step_frames import Admit, Advance
 from carpool_worker.model_process.stepper import Stepper
 
 STEPS_MAX: Final = 1000
 UNFINISHED: Final = "UNFINISHED"  # the status of a request that was still being generated after these
 _ENTRY: Final = "1-0"
+Validate = Callable[[Any], object]
 
 
 class Rehearsed(NamedTuple):
@@ -51,7 +53,7 @@ class Rehearsal:
         self._codec = Codec(description_of(model))
         self._model = model
         if not isinstance(model, SteppingModel):
-            self._model = followed(model, self._keep, of_validate=self._keep_unexpected)
+            self._model = replace(model, validate=self._observed(model.validate))
 
     def execute(
         self, bodies: Sequence[bytes], content_type: str, extra: Mapping[str, bytes] | None = None
@@ -70,8 +72,9 @@ class Rehearsal:
             return self._generate(self._model, execution)
         self._codec.prepare(execution, 0)
         for frame in execution.frames:
-            header, payload = execute_frame(self._model, frame.header, bytearray().join(frame.payload))
-            self._codec.take_outcome(execution, frame, header, b"".join(payload))
+            payload = bytearray().join(frame.payload)
+            header, results = execute_frame(self._model, frame.header, payload, self._keep)
+            self._codec.take_outcome(execution, frame, header, b"".join(results))
         execution.separate()
         return Rehearsed(_in_order(execution), execution.compute_us)
 
@@ -99,12 +102,22 @@ class Rehearsal:
                 execution.fail(position, UNFINISHED, detail)
         return Rehearsed(_in_order(execution), compute_us, steps)
 
-    def _keep_unexpected(self, error: BaseException) -> None:
-        """What `validate` raised, unless that is how it refuses a body."""
-        if not isinstance(error, CarpoolError | ValueError | AssertionError):
-            self._keep(error)
+    def _observed(self, validate: Validate | None) -> Validate | None:
+        """`validate`, so that what it raises is kept, unless that is how it refuses a body."""
+        if validate is None:
+            return None
 
-    def _keep(self, error: BaseException) -> None:
+        def call(body: Any) -> object:
+            try:
+                return validate(body)
+            except BaseException as error:
+                if not isinstance(error, CarpoolError | ValueError | AssertionError):
+                    self._keep(error)
+                raise
+
+        return call
+
+    def _keep(self, error: BaseException, _concerned: Sequence[int] = ()) -> None:
         self.traces.setdefault(whole_trace_of(error))
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Final
 
 from carpool.clock import RedisClock
@@ -29,7 +30,7 @@ from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError
 from carpool_worker.process_handle import ProcessHandle
-from carpool_worker.replica_loop import WAIT_S, ReplicaLoop
+from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_as_example, shown_of_frame
 
 EXECUTIONS_MAX: Final = 2
 # A busy replica fetches its next batch this long before it expects to be idle: early enough to hide the round
@@ -214,6 +215,7 @@ class Replica(ReplicaLoop[Execution]):
             return
         header, payload = received
         if self.retirement.tried is not None:
+            self._log_raised({}, shown_as_example)
             self._observe_example({} if header.executed else header.failures)  # it may return exceptions
             return
         execution = self._executed()
@@ -223,12 +225,14 @@ class Replica(ReplicaLoop[Execution]):
         occupied_us, self._occupied_since_s = int((now_s - self._occupied_since_s) * 1e6), now_s
         execution.overhead_us += max(0, occupied_us - header.compute_us)
         try:
+            if self.process.raised:
+                self._log_raised(header.errors, partial(shown_of_frame, execution, frame))
             self._codec.take_outcome(execution, frame, header, payload)
         except Exception as error:  # an unforeseen case: the outcome is not sent again
             self._log.error(
                 "results of the model process unreadable",
                 worker=self.consumer,
-                batch=execution.batch.id,
+                **shown_of_frame(execution, frame),
                 exception=trace_of(error),
             )
             execution.fail_frame(frame, f"the model's results cannot be read: {error}")
@@ -247,11 +251,13 @@ class Replica(ReplicaLoop[Execution]):
         executed = self._executed()
         self._let_go_of_process()
         if executed is None:
+            self._log_raised({}, shown_as_example if self.retirement.tried else dict)
             self._log.error("model process died", worker=self.consumer, how=cause, when="while idle")
         else:
-            batch = executed.batch
-            when = f"while executing a batch of {batch.size}"
-            self._log.error("model process died", worker=self.consumer, how=cause, when=when, batch=batch.id)
+            shown = partial(shown_of_frame, executed, executed.frames[0])
+            self._log_raised({}, shown)
+            when = f"while executing a batch of {executed.batch.size}"
+            self._log.error("model process died", worker=self.consumer, how=cause, when=when, **shown())
             executed.split(executed.frames[0], cause)
         self.process.hang_up()
 

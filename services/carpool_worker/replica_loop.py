@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
+from carpool.messages import Batch
 from carpool.readiness import wait_until_ready
+from carpool.shown import shortened
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Example, Execution, Frame
 from carpool_worker.execution_watch import Due, ExecutionWatch
@@ -23,6 +25,8 @@ from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.retirement import Retirement
 
 WAIT_S: Final = 0.5  # a drain is noticed after this time
+IDS_SHOWN_MAX: Final = 16  # in a line of the log
+ID_CHARS_MAX: Final = 200  # of each of them
 ENDED_POLL_S: Final = 0.02  # how often it is looked whether a process that is to be replaced has ended
 Fetched = TypeVar("Fetched")
 Fetched_co = TypeVar("Fetched_co", covariant=True)
@@ -187,6 +191,22 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         if self.retirement.observe_example(failures, time.monotonic()):
             self._retire_process()
 
+    def _log_raised(self, errors: Mapping[str, Sequence[int]], shown: Callable[..., dict[str, Any]]) -> None:
+        """Log what the model raised, with the requests concerned. `errors`: which these are, by name, as in
+        an outcome; `shown`: what the log shows of them, or of all in question without an argument."""
+        told, self.process.raised = self.process.raised, []
+        for raised in told:
+            concerned = errors.get(raised.error)
+            more = {"left_out": raised.left_out} if raised.left_out else {}
+            self._log.error(
+                "model raised",
+                worker=self.consumer,
+                error=raised.error,
+                **(shown(concerned) if concerned else shown()),
+                **more,
+                exception=raised.trace,
+            )
+
     @abstractmethod
     def _let_go_of_process(self) -> None:
         """The process is replaced: what it had is to be sent to the next one, or is lost with it."""
@@ -256,3 +276,29 @@ class ReplicaLoop(ABC, Generic[Fetched]):
 
 
 AnyReplica = ReplicaLoop[Any]
+
+
+def shown_requests(requests: Sequence[tuple[Batch, str]], count: int = 0) -> dict[str, Any]:
+    """What a line of the log shows of requests: their batch and correlation IDs. `count`: how many they are
+    if these are only the first of them."""
+    if not requests:
+        return {"requests": 0}
+    ids = [shortened(correlation_id, ID_CHARS_MAX) for _, correlation_id in requests[:IDS_SHOWN_MAX]]
+    batches = list(dict.fromkeys(batch.id for batch, _ in requests[:IDS_SHOWN_MAX]))
+    of_batches = {"batch": batches[0]} if len(batches) == 1 else {"batches": batches}
+    return {**of_batches, "requests": count or len(requests), "correlation_ids": ids}
+
+
+def shown_as_example() -> dict[str, Any]:
+    """The same of the example that a process is tried with."""
+    return {"when": "while executing an example"}
+
+
+def shown_of_frame(
+    execution: Execution, frame: Frame, indexes: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """The same of the requests of a frame that have these indexes in it, or of all."""
+    positions = frame.positions if indexes is None else [frame.positions[index] for index in indexes]
+    located = [execution.locate(position) for position in positions[:IDS_SHOWN_MAX]]
+    requests = [(execution.batch, run.correlation_ids[index]) for run, index in located]
+    return shown_requests(requests, len(positions))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 from carpool.errors import ABORTED, OK
 from carpool.messages import Batch
@@ -37,7 +37,7 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError
 from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Resume, Step
 from carpool_worker.process_handle import ProcessHandle
-from carpool_worker.replica_loop import WAIT_S, ReplicaLoop
+from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_requests
 from carpool_worker.step_execution import StepExecution
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_writer import StepWriter
@@ -286,12 +286,14 @@ class StepReplica(ReplicaLoop[Execution]):
             return
         step, _ = received
         now_us = self._store.clock.now_us()
+        if self.process.raised:
+            self._log_raised(step.errors, self._shown_requests)
         for advance in step.advances:
             request = self._requests.get(advance.key)
             if request is not None:
                 request.take(advance, step.size, now_us)
                 if advance.failure is not None:
-                    request.execution.error = step.error
+                    request.execution.error = step.error_of(advance.key)
                 if request is self._alone and request.stepped_alone():
                     self._alone = None
         self._running = step.running
@@ -322,14 +324,23 @@ class StepReplica(ReplicaLoop[Execution]):
         begun = self._begun()
         cause = self.process.exit_cause()
         self._metrics.process_died()
-        self._log.error("model process died", worker=self.consumer, how=cause, requests=len(begun))
+        self._log_raised({}, self._shown_requests)
         suspects = begun if self._alone is None else [self._alone]
+        shown = self._shown_requests([request.key for request in suspects])
+        self._log.error("model process died", worker=self.consumer, how=cause, **shown)
         for request in suspects:
             request.suspect(was_alone=request is self._alone)
             request.execution.cause_of_death = cause
         self._suspects += [request for request in suspects if request not in self._suspects]
         self._let_go_of_process()
         self.process.hang_up()
+
+    def _shown_requests(self, keys: Sequence[int] | None = None) -> dict[str, Any]:
+        """What the log shows of the requests of these keys that are in hand, or of those that the process
+        has."""
+        held = [self._requests.get(key) for key in dict.fromkeys(keys)] if keys is not None else self._begun()
+        found = [request for request in held if request is not None]
+        return shown_requests([(held.execution.batch, held.run.correlation_ids[0]) for held in found])
 
     def _begun(self) -> list[StepExecution]:
         """The requests that the process has, in the order in which they came."""

@@ -89,7 +89,10 @@ class Worker:
         self._clock = RedisClock()
         self._name = new_process_name()
         self._processes = [
-            ProcessHandle(location, device, load_s_max, processes=len(devices)) for device in devices
+            ProcessHandle(
+                location, device, load_s_max, processes=len(devices), worker=replica_name(self._name, index)
+            )
+            for index, device in enumerate(devices)
         ]
         self._replicas: list[AnyReplica] = []  # once the model is loaded: one for each process
         self._registrar: Registrar | None = None  # once the model is loaded

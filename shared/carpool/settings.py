@@ -30,10 +30,15 @@ from pydantic_settings import (
 
 from carpool.address import without_password
 from carpool.keys import DEFAULT_PREFIX
-from carpool.redis_url import checked_url, parse, split
+from carpool.redis_url import check_tls_files, checked_url, parse, split
 from carpool.shown import complain
 from carpool.text_files import UTF_8, encoding_of, has_mark, read_text
 from carpool.units import MILLISECONDS, number_in
+
+
+def _usable_url(url: str) -> str:
+    check_tls_files(url)
+    return url
 
 
 def _readable(path: Path | None) -> Path | None:
@@ -89,7 +94,7 @@ Devices = Annotated[
 Replicas = Annotated[int, Field(ge=1, le=256)] | Literal["auto"]
 RedisUrl = Annotated[str, AfterValidator(checked_url)]
 OptionalRedisUrl = Annotated[
-    str | None, BeforeValidator(lambda url: url or None), AfterValidator(lambda url: url and checked_url(url))
+    str | None, BeforeValidator(lambda url: url or None), AfterValidator(lambda url: url and _usable_url(url))
 ]
 ReadableFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_readable)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
@@ -99,6 +104,31 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 _ENV_FILE: Final = Path(".env")
 # What Kubernetes tells each container of a Service: CARPOOL_HTTP_PORT=tcp://10.43.0.9:9464 of `carpool-http`.
 _SERVICE_LINK: Final = re.compile("(tcp|udp|sctp)://.*")
+_OF_SERVICE: Final = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
+SIMILARITY_MIN: Final = 0.85  # of a variable that nothing reads to the one that was probably meant
+# What commands read beside the settings here: no mistake where another process finds it.
+OF_COMMANDS: Final = frozenset(
+    {
+        *(
+            "accept",
+            "action",
+            "alive",
+            "all",
+            "arrivals",
+            "as_json",
+            "body",
+            "change",
+            "content_type",
+            "cost",
+        ),
+        *("data_dir", "expiration_ms", "field", "force", "ids", "in_flight", "intercept_ms", "keep", "lane"),
+        *("latency_ms", "newer_s", "noise", "not_before", "older_s", "once", "output", "plot"),
+        *("priority", "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "requests"),
+        *("rotate", "rounds", "seconds", "secrets", "seed", "sequence_end", "sequence_id", "sequence_index"),
+        *("sequence_start", "slope_ms", "stream", "tenant", "timeout", "timeout_s", "trip_ms", "trip_noise"),
+        *("trip_slope_ms", "workers"),
+    }
+)
 
 
 class CarpoolSettings(BaseSettings):
@@ -156,6 +186,30 @@ def _service_links(kind: type[BaseSettings], environment: Mapping[str, str]) -> 
             yield name
 
 
+def _names_in_env_file(kind: type[BaseSettings]) -> Mapping[str, str]:
+    """The variables that `.env` sets, with their values. Raises EnvFileError."""
+    source = DotEnvSettingsSource(kind, _ENV_FILE, _encoding_of_env_file())
+    return {name.upper(): value or "" for name, value in source.env_vars.items()}
+
+
+def misspelt(kind: type[BaseSettings], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that nothing of Carpool reads, and those of these settings that were probably meant."""
+    known = {*kind.model_fields, *BatcherSettings.model_fields, *WorkerSettings.model_fields, *OF_COMMANDS}
+    found: dict[str, str] = {}
+    for name, value in environment.items():
+        field = name.lower().removeprefix("carpool_")
+        if field == name.lower() or field in known or _is_of_service(name, value):
+            continue
+        for meant in difflib.get_close_matches(field, kind.model_fields, n=1, cutoff=SIMILARITY_MIN):
+            found[name] = f"CARPOOL_{meant.upper()}"
+    return found
+
+
+def _is_of_service(name: str, value: str) -> bool:
+    """Whether Kubernetes sets this variable, of a Service whose name begins with `carpool-`."""
+    return bool(_OF_SERVICE.search(name) or _SERVICE_LINK.fullmatch(value))
+
+
 class RedisSettings(CarpoolSettings):
     """Address of Redis, credentials and TLS files. After validation, `redis_url` contains all of them."""
 
@@ -176,7 +230,11 @@ class RedisSettings(CarpoolSettings):
     def _complete_url(self) -> Self:
         given = [name for name in ("redis_user", "redis_password_file", *_TLS_FILES) if getattr(self, name)]
         if self.redis_url is not None:
+            in_url = parse(self.redis_url).tls
+            names = {option: _flag(name) for name, option in _TLS_FILES.items()}
+            names |= {option: f"the option {option} of {_flag('redis_url')}" for option in in_url}
             self.redis_url = _with_tls_files(self._with_credentials(self.redis_url), self)
+            check_tls_files(self.redis_url, names)
         elif given:
             flags = " and ".join(map(_flag, given))
             raise ValueError(
@@ -335,6 +393,8 @@ def read_settings(kind: type[Settings], argv: Sequence[str], prog: str) -> Setti
     except (SettingsError, EnvFileError) as error:
         complain(f"{prog}: {error}")
     else:
+        for name, meant in misspelt(kind, {**_names_in_env_file(kind), **os.environ}).items():
+            complain(f"{prog}: nothing reads {name}; did you mean {meant}?")
         for name in _service_links(kind, os.environ):
             complain(
                 f"{prog}: {name} is ignored: {os.environ[name]!r:.80} is what Kubernetes tells of a Service. "

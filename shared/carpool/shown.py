@@ -22,6 +22,7 @@ _OBEYED: Final = frozenset(
     ("Cc", "Cf", "Cs", "Zl", "Zp")
 )  # Unicode's categories of characters that are not drawn
 CAUSES_MAX: Final = 8  # of an exception, that are shown
+TEXT_CHARS_MAX: Final = 16_000  # of a traceback in the log
 _DIRECT: Final = "\nThe above exception was the direct cause of the following exception:\n\n"
 _DURING: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
 
@@ -46,6 +47,15 @@ def _escaped(letter: str) -> str:
     if letter.isprintable() or unicodedata.category(letter) not in _OBEYED:
         return letter
     return letter.encode("unicode_escape", "surrogatepass").decode()
+
+
+def shortened(text: str, chars_max: int = TEXT_CHARS_MAX) -> str:
+    """A text for the log; of a long one, the middle is left out: a traceback ends with what was raised."""
+    if len(text) <= chars_max:
+        return text
+    head = chars_max // 4
+    left_out = len(text) - chars_max
+    return f"{text[:head]}[... {left_out} characters left out ...]{text[head + left_out :]}"
 
 
 def printable_json(value: Any) -> str:

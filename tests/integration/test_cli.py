@@ -392,6 +392,7 @@ def test_up_exits_with_the_reason_if_a_model_cannot_be_loaded(tmp_path: Path) ->
         (line,) = [line for line in started.text().splitlines() if "no weights" in line]
         event = json.loads(line)  # the traceback is a part of it
         assert event["event"] == "model cannot be loaded"
+        assert (event["model"], event["location"]) == ("Broken", "broken.py:Broken")
         assert "in load" in event["exception"]
         assert event["exception"].strip().endswith("OSError: no weights")
         assert "the worker of Broken ended with exit status 1" in started.text().splitlines()[-1]

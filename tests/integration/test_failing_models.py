@@ -52,6 +52,10 @@ def test_model_that_raises_does_not_look_healthy(stack: Stack) -> None:
     logged = [event for event in worker.events("model raised") if "spoilt" in event["exception"]]
     assert logged
     assert len(logged) < FAILED // 4, "a traceback in ten seconds, not one for each request"
+    first = logged[0]
+    assert (first["service"], first["model"], first["level"]) == ("worker", "Faulty", "error")
+    assert (first["requests"], len(first["correlation_ids"])) == (1, 1)
+    assert first["worker"] in stack.live_workers("Faulty") and first["batch"]
 
 
 def test_what_batchers_refuse_and_overrides_are_in_models(stack: Stack) -> None:
@@ -90,7 +94,10 @@ def test_dead_letters_are_shown_by_top(stack: Stack) -> None:
 def test_generator_that_raises(stack: Stack) -> None:
     stack.serve("stepping.py:countdown")
     with Client(stack.url, timeout=20) as client, pytest.raises(InternalError):
-        client.infer("countdown", "three")
+        client.infer("countdown", "three", correlation_id="mine")
     state = wait_for_state(stack, "countdown", lambda state: state["failed"])
     assert state["failed"] == {"INTERNAL": 1}
-    assert stack.served_by("countdown").events("model raised")
+    (line,) = stack.served_by("countdown").events("model raised")
+    assert (line["model"], line["correlation_ids"]) == ("countdown", ["mine"])
+    assert line["worker"] and line["batch"]
+    assert line["error"] == state["last_error"]

@@ -104,6 +104,13 @@ class Commanded:
         elif verb == "unhealthy" and not Path(where).exists():
             Path(where).touch()
             raise Unhealthy("the sensor is gone")
+        elif verb == "raise":
+            raise ValueError(where)
+        elif verb == "raise-then-die":
+            if Path(where).exists():
+                os._exit(7)
+            Path(where).touch()
+            raise RuntimeError("too many")
         elif verb == "assert":
             raise RuntimeError("CUDA error: device-side assert triggered")
         elif verb == "variables":
@@ -226,7 +233,7 @@ def process_of(models: Path) -> Iterator[Start]:
     handles: list[ProcessHandle] = []
 
     def make(name: str) -> ProcessHandle:
-        handles.append(ProcessHandle(f"{models}:{name}", "cpu"))
+        handles.append(ProcessHandle(f"{models}:{name}", "cpu", worker="worker/0"))
         return handles[-1]
 
     yield make
@@ -429,11 +436,11 @@ def test_process_that_ends_while_loading_is_reported_with_the_cause(
 
 
 def test_a_model_that_writes_into_the_connection_while_it_loads_is_reported(
-    process_of: Start, models: Path
+    process_of: Start,
 ) -> None:
     with capture_logs() as logs, pytest.raises(ModelLoadError, match="its model wrote into the connection"):
         process_of("WritesWhileLoading").start()
-    assert [line["model"] for line in logs if line["event"] == WROTE] == [f"{models}:WritesWhileLoading"]
+    assert [line["worker"] for line in logs if line["event"] == WROTE] == ["worker/0"]
 
 
 def test_loading_that_stops_within_its_message_is_given_up(models: Path) -> None:
@@ -776,11 +783,12 @@ def test_request_that_kills_two_processes_is_dead_lettered_and_others_are_served
         pytest.param(b"".join(message_parts([], b"")), id="a message of nothing"),
         pytest.param(b"".join(message_parts({"a": 1}, b"")), id="a message of another shape"),
         pytest.param(b"".join(message_parts(7, b"")), id="a message of a number"),
-        pytest.param(b"".join(message_parts((0, 1, "1", 1, {}, [], 1, [], "", []))), id="a wrong type"),
+        pytest.param(b"".join(message_parts((0, 1, "1", 1, {}, [], 1, [], {}, []))), id="a wrong type"),
+        pytest.param(b"".join(message_parts(("raised", 1))), id="what was raised, of another shape"),
     ],
 )
 def test_a_model_that_writes_into_its_connection_ends_its_process_and_no_other_request(
-    bench: Bench, models: Path, written: bytes
+    bench: Bench, written: bytes
 ) -> None:
     with capture_logs() as logs:
         writing = bench.take("a", f"write {written.hex()}", "b", max_execution_ms=60_000)
@@ -792,7 +800,7 @@ def test_a_model_that_writes_into_its_connection_ends_its_process_and_no_other_r
     assert letter.attempts == 2 and letter.reason.endswith(
         "its model wrote into the connection to its worker"
     )
-    assert [line["model"] for line in logs if line["event"] == WROTE] == [f"{models}:Commanded"] * 2
+    assert [line["worker"] for line in logs if line["event"] == WROTE] == ["worker/0"] * 2
 
 
 def test_a_thread_of_a_model_that_writes_while_nothing_is_executed_ends_the_process(
@@ -1003,15 +1011,54 @@ def test_an_unhealthy_process_is_replaced_and_its_requests_are_executed_again(
     pid = bench.replica.process.pid
     once = f"unhealthy {tmp_path / 'was'}"
     execution, following = bench.take("a", once, "b"), bench.take("c")
-    assert bench.finish(execution) == ["A", "UNHEALTHY", "B"]
-    assert bench.finish(following) == ["C"]
+    with capture_logs() as logs:
+        assert bench.finish(execution) == ["A", "UNHEALTHY", "B"]
+        assert bench.finish(following) == ["C"]
     assert bench.replica.process.pid != pid
     # As after a death: one at a time, and each start is recorded
     assert bench.started == [("1-0", 0), ("1-0", 1), ("1-0", 2)]
     assert execution.deaths == {0: 1, 1: 1, 2: 1} and not execution.dead_letters
     # And the model was not unloaded, which would fail or hang
     assert log() == [f"a {once} b", "a", once, "b", "c"]
-    assert "in do\n" in capfd.readouterr().err  # the traceback is in the log of the worker
+    assert capfd.readouterr().err.count("in do") == 0, "the worker logs it"
+    (raised,) = [line for line in logs if line["event"] == "model raised"]
+    assert raised["error"].startswith("Unhealthy at process_models.py:") and "in do\n" in raised["exception"]
+    assert raised["correlation_ids"] == ["1-0:0", "1-0:1", "1-0:2"]
+
+
+def test_line_with_a_traceback_names_the_batch_and_the_requests_on_which_the_model_raised(
+    bench: Bench,
+) -> None:
+    with capture_logs() as logs:
+        assert bench.finish(bench.take("a", "raise 4111-1111", "b")) == ["A", "INTERNAL", "B"]
+    (line,) = [line for line in logs if line["event"] == "model raised"]
+    assert line.pop("exception").endswith("ValueError\n")
+    assert line.pop("error").startswith("ValueError at process_models.py:")
+    assert line == {
+        "event": "model raised",
+        "log_level": "error",
+        "worker": "worker/0",
+        "batch": "1-0",
+        "requests": 1,
+        "correlation_ids": ["1-0:1"],
+    }
+
+
+def test_what_a_model_raised_before_it_died_of_the_same_batch_is_in_the_log(
+    bench: Bench, tmp_path: Path
+) -> None:
+    with capture_logs() as logs:
+        poison = f"raise-then-die {tmp_path / 'was'}"
+        assert bench.finish(bench.take("a", poison, "b")) == ["A", "ABORTED", "B"]
+    of_batch = {"batch": "1-0", "requests": 3, "correlation_ids": ["1-0:0", "1-0:1", "1-0:2"]}
+    of_one = {"batch": "1-0", "requests": 1, "correlation_ids": ["1-0:1"]}
+    lines = [line for line in logs if line["event"] in ("model raised", "model process died")]
+    assert [(line["event"], {name: line[name] for name in of_batch}) for line in lines] == [
+        ("model raised", of_batch),
+        ("model process died", of_batch),
+        ("model process died", of_one),
+    ]
+    assert lines[0]["error"].startswith("RuntimeError at process_models.py:")
 
 
 def test_a_request_that_breaks_two_accelerators_is_given_up_and_others_are_served(bench: Bench) -> None:

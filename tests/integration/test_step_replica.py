@@ -44,7 +44,7 @@ from carpool_worker import step_replica, step_writer
 from carpool_worker.committer import Committer
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.frames import ProcessGoneError
+from carpool_worker.model_process.frames import ProcessGoneError, Raised
 from carpool_worker.model_process.model import SteppingModel, load_model
 from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Step, read_worker_message
 from carpool_worker.model_process.stepper import Stepper
@@ -73,6 +73,7 @@ class ProcessInside:
         self.pid = 1
         self.alive = True  # its connection says when it has ended
         self.is_dead = False
+        self.raised: list[Raised] = []
         self.spawn()
         self.ready = True
 

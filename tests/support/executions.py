@@ -109,7 +109,7 @@ def executed_by(model: LoadedModel, frame: Frame) -> tuple[OutcomeHeader, Buffer
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.send_message(ours, frame.header, *frame.payload)
-        model_process._execute_next(frames.MessageReader(theirs), theirs, model, RaisedLog())
+        model_process._execute_next(frames.MessageReader(theirs), theirs, model, RaisedLog(lambda _: None))
         header, payload = frames.MessageReader(ours).receive()
         return OutcomeHeader(*header), payload
 

@@ -825,7 +825,7 @@ def test_model_process_does_not_send_what_is_too_large() -> None:
     codec.prepare(execution, NOW_US)
     header, payload = executed(codec, execution.frames[0], lambda batch: [size * "x" for size in batch])
     assert {index: tuple(failure) for index, failure in header.failures.items()} == {1: frames.too_large(8)}
-    assert (header.error, bytes(payload)) == (frames.too_large(8)[1], frames.pack_values(["x"]))
+    assert ([*header.errors], bytes(payload)) == ([frames.too_large(8)[1]], frames.pack_values(["x"]))
 
 
 def test_rows_over_the_limit_fail_beside_one_that_fails_for_another_reason() -> None:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
+import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+import carpool_cli
 from carpool.errors import PermissionDeniedError, UnavailableError
-from carpool.settings import ConnectionSettings, WorkerSettings, read_environment, read_settings
+from carpool.settings import (
+    OF_COMMANDS,
+    BatcherSettings,
+    CarpoolSettings,
+    CommonSettings,
+    ConnectionSettings,
+    WorkerSettings,
+    misspelt,
+    read_environment,
+    read_settings,
+)
 from carpool.store.connection import CommandError, LinkError, SignInError
 from carpool_cli import infer, models
 from carpool_cli.__main__ import main
@@ -130,6 +145,86 @@ def test_variables_of_kubernetes_are_ignored_with_a_warning(
     read_settings(ConnectionSettings, [], "carpool models")
     assert capsys.readouterr().err == ""
     assert run("worker", "square", "--http-port", "tcp://10.43.0.9:9464") == 2  # a flag is somebody's wish
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("CARPOOL_REDIS_URI", "CARPOOL_REDIS_URL"),
+        ("CARPOOL_REPLICA", "CARPOOL_REPLICAS"),
+        ("CARPOOL_LOGLEVEL", "CARPOOL_LOG_LEVEL"),
+        ("carpool_devices", "CARPOOL_DEVICE"),
+        ("CARPOOL_LEASE_SM", "CARPOOL_LEASE_MS"),
+    ],
+)
+def test_misspelt_variable_gets_a_hint(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, meant: str
+) -> None:
+    monkeypatch.setenv(name, "7")
+    read_settings(WorkerSettings, ["square"], "carpool worker")
+    hint = f"carpool worker: nothing reads {name}; did you mean {meant}?\n"
+    assert capsys.readouterr().err == hint
+    monkeypatch.delenv(name)
+    Path(".env").write_text(f"{name}=7\n")
+    read_settings(WorkerSettings, ["square"], "carpool worker")
+    assert capsys.readouterr().err == hint.replace(name, name.upper())
+    monkeypatch.chdir("/")
+    read_settings(WorkerSettings, ["square"], "carpool worker")
+    assert capsys.readouterr().err == ""
+
+
+def all_settings() -> set[type[CarpoolSettings]]:
+    """Of all services and commands."""
+    for module in pkgutil.walk_packages(carpool_cli.__path__, "carpool_cli."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    found, new = set[type[CarpoolSettings]](), {CarpoolSettings}
+    while new:
+        found |= new
+        new = {child for parent in new for child in parent.__subclasses__()} - found
+    return {kind for kind in found if kind.__module__.startswith("carpool")}
+
+
+def test_variables_of_other_services_and_commands_get_no_hint() -> None:
+    """Given one `.env` for all of them, and what tests, Compose and Kubernetes set."""
+    kinds = all_settings()
+    assert {CommonSettings, UpSettings} <= kinds
+    fields = {field for kind in kinds for field in kind.model_fields}
+    services = {*BatcherSettings.model_fields, *WorkerSettings.model_fields}
+    assert fields - services == OF_COMMANDS, "settings.OF_COMMANDS is to have them all"
+    others = [
+        *("WORKER_IMAGE", "BATCHER_IMAGE", "TOOLS_IMAGE", "SERVED_MODEL", "MODEL_PROCESS", "REQUIRED"),
+        *("CLIENTS_REQUIRED", "BENCH_MODEL", "BENCH_SETUP", "TEST_HOOKS", "CHECKOUT", "TEAM"),
+        *("HTTP_SERVICE_HOST", "HTTP_SERVICE_PORT", "HTTP_SERVICE_PORT_METRICS", "REDIS_SERVICE_HOST"),
+        *("HTTP_PORT_9464_TCP", "HTTP_PORT_9464_TCP_PROTO", "HTTP_PORT_9464_TCP_PORT", "REDIS_PORT_6379_TCP"),
+        *("REDIS_PORT_6379_TCP_ADDR", "MODEL_SERVICE_HOST", "HTTP_HOST_SERVICE_HOST"),
+    ]
+    environment = {f"CARPOOL_{name.upper()}": "x" for name in (*fields, *others)}
+    for kind in kinds:
+        assert (
+            misspelt(kind, environment | {"CARPOOL_HTTP_PORTS": "tcp://10.43.0.9:80", "LOG_LEVL": "x"}) == {}
+        )
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_names_that_standard_output_cannot_encode_are_escaped(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Given a model that returns them, and any encoding, expect no traceback."""
+    Path("greets.py").write_text("def greets(batch):\n    return ['≥é' for _ in batch]\n", "utf-8")
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding))
+    assert run("check", "greets.py:greets", '"≥"') == 0
+    assert run("help", "infer") == 0
+    sys.stdout.flush()
+    assert b"usage: carpool infer" in printed.getvalue()
+
+
+def test_argument_that_is_no_utf_8_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its bytes arrive as lone surrogates, also those of UTF-8 in the C locale."""
+    Path(".env").write_text("CARPOOL_REDIS_URL=redis://127.0.0.1:1\n")
+    assert run("config", "square", "--prefix", "\udcc3\udca9") == 2
+    assert capsys.readouterr().err.startswith("carpool config: an argument or a variable is not UTF-8 text: ")
 
 
 def test_durations_may_have_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:

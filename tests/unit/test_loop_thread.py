@@ -28,6 +28,7 @@ from carpool.errors import (
     UnconfirmedError,
 )
 from carpool.settings import WorkerSettings, read_settings
+from support.pem import CERTIFICATE, KEY
 
 URL = "redis://127.0.0.1:1/0"
 
@@ -268,7 +269,7 @@ def test_client_of_a_model_reads_only_what_its_worker_gives(
     [
         ("redis://10.0.0.1:7/1", True),
         ("unix:///run/redis.sock?db=1", True),
-        ("rediss://10.0.0.1?ssl_ca_certs=/etc/ca.crt", True),
+        ("rediss://10.0.0.1?ssl_ca_certs=/etc/worker.crt", True),
         ("redis://worker@10.0.0.1", False),
         ("redis://:secret@10.0.0.1", False),
         ("redis://10.0.0.1?password=secret", False),
@@ -276,7 +277,10 @@ def test_client_of_a_model_reads_only_what_its_worker_gives(
         ("rediss://10.0.0.1?ssl_certfile=/etc/worker.crt&ssl_keyfile=/etc/worker.key", False),
     ],
 )
-def test_worker_gives_no_credentials_to_its_model(url: str, given: bool) -> None:
+def test_worker_gives_no_credentials_to_its_model(url: str, given: bool, tmp_path: Path) -> None:
+    (tmp_path / "worker.crt").write_text(CERTIFICATE)
+    (tmp_path / "worker.key").write_text(KEY)
+    url = url.replace("/etc", str(tmp_path))
     flags = ["square", "--redis-url", url]
     assert read_settings(WorkerSettings, flags, "worker").url_for_models == (url if given else "")
     own = "redis://producer:p@10.0.0.1/0"

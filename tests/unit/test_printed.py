@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,10 +18,14 @@ show_output()
 """
 
 
-def output_of(code: str) -> tuple[int, list[str]]:
+def output_of(code: str, **variables: str) -> tuple[int, list[str]]:
     """The exit status of a model process that runs this, and the lines of its log."""
     done = subprocess.run(
-        [sys.executable, "-c", START + code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
+        [sys.executable, "-c", START + code],
+        env=os.environ | {"PYTHONUNBUFFERED": ""} | variables,  # it would hide a buffer
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        check=False,
     )
     return done.returncode, done.stderr.decode().splitlines()
 
@@ -34,6 +39,16 @@ def logged(line: str) -> dict[str, Any]:
 def test_lines_are_in_their_order_and_before_a_crash() -> None:
     code = "print('one'); print('two', file=sys.stderr); print('three'); os.write(1, b'four\\n'); os._exit(9)"
     assert output_of(code) == (9, ["one", "two", "three", "four"])
+
+
+def test_what_c_prints_is_in_order_and_before_a_crash() -> None:
+    code = "import ctypes\nprint('one')\nctypes.CDLL(None).printf(b'two\\n')\nprint('three')\nos._exit(9)"
+    assert output_of(code) == (9, ["one", "two", "three"])
+
+
+def test_a_text_that_the_encoding_lacks_is_escaped_and_no_error_of_the_model() -> None:
+    printed = ["\\ud800", "\\u2265"]
+    assert output_of("print('\\ud800')\nprint('\\u2265')", PYTHONIOENCODING="ascii") == (0, printed)
 
 
 def test_a_crash_in_c_leaves_its_stack() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlencode
 
 import pytest
 import redis
 
+from carpool import Client
 from carpool.address import without_password
+from carpool.errors import InvalidArgumentError
 from carpool.redis_url import parse
-from carpool.settings import BatcherSettings, read_settings
+from carpool.settings import BatcherSettings, WorkerSettings, read_settings
 from carpool_cli.local.up import UpSettings
+from support.pem import CERTIFICATE, ENCRYPTED_KEY, KEY, OTHER_KEY, PASSWORD
 
 SECRET: Final = "odd:@/?#%&+ ünd"  # noqa: S105 (characters that are special in URLs)
 
@@ -24,7 +29,12 @@ def working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     Path("password").write_text(f"{SECRET}\n")
-    Path("a b.crt").write_text("an authority")
+    Path("a b.crt").write_text(CERTIFICATE)
+    Path("a.key").write_text(KEY)
+    Path("other.key").write_text(OTHER_KEY)
+    Path("encrypted.key").write_text(ENCRYPTED_KEY)
+    Path("both.pem").write_text(CERTIFICATE + KEY)
+    Path("no.pem").write_text("no certificate\n")
     return tmp_path
 
 
@@ -91,10 +101,10 @@ def test_environment_overrides_dot_env(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tls_files_have_absolute_paths(working_directory: Path) -> None:
-    files = ("--redis-ca-file", "a b.crt", "--redis-cert-file", "a b.crt", "--redis-key-file", "password")
+    files = ("--redis-ca-file", "a b.crt", "--redis-cert-file", "a b.crt", "--redis-key-file", "a.key")
     read = redis_arguments("--redis-url", "rediss://h/0?ssl_min_version=771", *files)
     assert read["ssl_ca_certs"] == read["ssl_certfile"] == str(working_directory / "a b.crt")
-    assert read["ssl_keyfile"] == str(working_directory / "password")
+    assert read["ssl_keyfile"] == str(working_directory / "a.key")
     assert read["ssl_min_version"] == 771
 
 
@@ -143,6 +153,63 @@ def test_error_names_the_setting_and_shows_no_password(
     assert expected in printed
     assert "s3cret" not in printed
     assert SECRET not in printed
+
+
+UNUSABLE: Final = [
+    ({"ca": "no.pem"}, "{ca} is {folder}/no.pem, which has no certificate in PEM form"),
+    ({"cert": "no.pem", "key": "a.key"}, "{cert} is {folder}/no.pem, which has no certificate in PEM form"),
+    ({"cert": "a b.crt", "key": "no.pem"}, "{key} is {folder}/no.pem, which has no private key in PEM form"),
+    ({"cert": "a b.crt"}, "{cert} is {folder}/a b.crt, which has no private key in PEM form"),
+    (
+        {"cert": "a b.crt", "key": "other.key"},
+        "which has not the key of the certificate in {folder}/a b",
+    ),
+    (
+        {"cert": "a b.crt", "key": "encrypted.key"},
+        "{key} is {folder}/encrypted.key, which has no private key",
+    ),
+    ({"key": "a.key"}, "{key} is the key of a certificate that is not given: name it with {cert}"),
+]
+OPTIONS: Final = {"ca": "ssl_ca_certs", "cert": "ssl_certfile", "key": "ssl_keyfile"}
+
+
+@pytest.mark.parametrize(("files", "expected"), UNUSABLE)
+def test_tls_file_that_cannot_be_used_is_an_error_that_names_the_setting(
+    files: dict[str, str], expected: str, working_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [text for name, file in files.items() for text in (f"--redis-{name}-file", file)]
+    with pytest.raises(SystemExit):
+        url("--redis-url", "rediss://h", *flags)
+    called = {
+        name: f"--redis-{name}-file (or CARPOOL_REDIS_{name.upper()}_FILE)" for name in ("ca", "cert", "key")
+    }
+    assert expected.format(folder=working_directory, **called) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [*UNUSABLE, ({"ca": "none"}, "{ca} is {folder}/none, which cannot be read: No such file or directory")],
+)
+def test_tls_file_of_a_url_that_cannot_be_used_is_an_error_that_names_the_option(
+    files: dict[str, str], expected: str, working_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = urlencode({OPTIONS[name]: working_directory / file for name, file in files.items()})
+    message = expected.format(
+        folder=working_directory, **{name: f"the option {option}" for name, option in OPTIONS.items()}
+    )
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        Client(f"rediss://h?{options}")
+    for flag in ("--redis-url", "--model-redis-url"):
+        with pytest.raises(SystemExit):
+            read_settings(WorkerSettings, ["square", flag, f"rediss://h?{options}"], "carpool worker")
+        assert flag in capsys.readouterr().err
+
+
+def test_tls_files_that_can_be_used(working_directory: Path) -> None:
+    assert "both.pem" in url("--redis-url", "rediss://h", "--redis-cert-file", "both.pem")
+    encrypted = f"rediss://h?ssl_keyfile={working_directory}/encrypted.key&ssl_password={PASSWORD}"
+    assert "ssl_certfile" in url("--redis-url", encrypted, "--redis-cert-file", "a b.crt")
+    assert url("--redis-url", f"rediss://h?ssl_ca_path={working_directory}")
 
 
 def test_up_accepts_credentials_only_with_a_url(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from carpool.store.steps import StepReply, StepWrite
 from carpool_worker import step_replica, step_writer
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
-from carpool_worker.model_process.frames import Ready, pack_values
+from carpool_worker.model_process.frames import Raised, Ready, pack_values
 from carpool_worker.model_process.step_frames import Admit, Advance, Step, read_worker_message
 from carpool_worker.step_replica import StepReplica
 
@@ -37,6 +37,7 @@ class Process:
         self.has_backlog = False
         self.sent: list[list[Any]] = []
         self.steps: list[Step] = []
+        self.raised: list[Raised] = []
         self._backlog: list[Any] = []
         self._socket, self._other = socket.socketpair()
         self.descriptor = self._socket.fileno()

@@ -460,7 +460,8 @@ def test_endless_request_fails_alone_and_its_generator_is_closed() -> None:
     chunks = (1000 - 8) // (CHUNK_OVERHEAD_BYTES + 8) + 1  # of the last one only the value counts
     assert b.chunks["endless"] == ["endless"] * chunks
     assert closed == ["other", "endless"]
-    assert [step.error for step in steps if step and step.error] == [too_large(1000)[1]]
+    errors = [step.errors for step in steps if step and step.errors]
+    assert errors == [{too_large(1000)[1]: [0]}]
 
 
 def test_lower_limit_holds_for_requests_that_have_a_slot() -> None:

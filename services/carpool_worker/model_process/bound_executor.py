@@ -17,9 +17,9 @@ from typing import Any, Final
 import structlog
 
 from carpool.errors import INTERNAL, AbortedError
-from carpool.shown import name_of
+from carpool.shown import name_of, trace_of
 from carpool_worker.model_process.executor import Items, Outcome, validate
-from carpool_worker.model_process.failures import failure_of
+from carpool_worker.model_process.failures import Observe, WrongOutputError, failure_of, not_observed
 from carpool_worker.model_process.model import BoundModel, BoundSequence, RequestInfo
 from carpool_worker.model_process.outputs import Results, Returned, results_of
 
@@ -30,8 +30,10 @@ _NO_SLOT: Final = "sequence_id: no slot is free for {}; begin it again with sequ
 class BoundExecutor:
     """One model and its slots."""
 
-    def __init__(self, model: BoundModel) -> None:
+    def __init__(self, model: BoundModel, observe: Observe = not_observed) -> None:
+        """`observe` is called for whatever the model raises on requests."""
         self._model = model
+        self._observe = observe
         self._sequences: dict[str, BoundSequence] = {}  # that have a slot, by ID
         self._free = list(range(model.slots))  # a heap: the lowest slot is taken first
         self._log = structlog.get_logger()
@@ -47,6 +49,7 @@ class BoundExecutor:
             try:
                 slot = self._slot_of(request)
             except BaseException as error:  # of the model's `start`, as of `validate`
+                self._observe(error, (index,))
                 failures[index] = failure_of(error, INTERNAL)
             else:
                 indexes[slot], of_slots[slot] = index, request._replace(slot=slot)
@@ -56,6 +59,8 @@ class BoundExecutor:
             outputs = self._model.run(items.spread(indexes, self._model.slots), of_slots)
             returned = results_of(self._model, outputs, self._model.slots)
         except BaseException as error:
+            if not isinstance(error, WrongOutputError):  # which says all
+                self._observe(error, list(indexes.values()))
             return Outcome(failures | dict.fromkeys(indexes.values(), failure_of(error, INTERNAL)), [])
         return Outcome(failures, _of_ready(returned, indexes, failures), len(indexes))
 
@@ -101,6 +106,7 @@ class BoundExecutor:
                 "the model's end raised",
                 sequence_id=sequence.sequence_id,
                 error=name_of(error),
+                exception=trace_of(error),
             )
 
 

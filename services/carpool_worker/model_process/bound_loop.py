@@ -12,7 +12,7 @@ from carpool_worker.model_process.bound_frames import End, read_worker_message
 from carpool_worker.model_process.executor import decode_items
 from carpool_worker.model_process.model import BoundModel, RequestInfo
 from carpool_worker.model_process.outcomes import encode_outcome
-from carpool_worker.model_process.raised import RaisedLog, followed
+from carpool_worker.model_process.raised import RaisedLog
 
 
 class BoundLoop:
@@ -22,8 +22,8 @@ class BoundLoop:
         self._sock = sock
         self._reader = frames.MessageReader(sock)
         self._raised = raised
-        self._model = followed(model, self._raised.observe)
-        self._executor = BoundExecutor(self._model)
+        self._model = model
+        self._executor = BoundExecutor(model, self._raised.observe)
 
     def run(self) -> None:
         """Serve until the worker closes the connection; then end all sequences."""

@@ -19,7 +19,7 @@ from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT
 from carpool.parts import Buffer
 from carpool.wire.tensors import Array
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.failures import WrongOutputError, failure_of
+from carpool_worker.model_process.failures import Observe, WrongOutputError, failure_of, not_observed
 from carpool_worker.model_process.frames import Failure, FrameHeader
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
 from carpool_worker.model_process.outputs import Results, Returned, Stacked, join, results_of, without
@@ -156,12 +156,13 @@ class Outcome(NamedTuple):
 
 class _Given(NamedTuple):
     """What there is of a frame's requests, by index. `states`: of a model that keeps them. `is_late`: whether
-    the deadline of one has passed by now."""
+    the deadline of one has passed by now. `observe` is told what the model raises."""
 
     items: Items
     requests: Sequence[RequestInfo]
     states: States | None
     is_late: Callable[[int], bool]
+    observe: Observe
 
 
 def never_late(_index: int) -> bool:
@@ -176,12 +177,14 @@ def execute(
     states: States | None = None,
     is_late: Callable[[int], bool] = never_late,
     late: Sequence[int] = (),
+    observe: Observe = not_observed,
 ) -> Outcome:
     """Validate each item, run the model on the valid ones, and isolate those on which it fails.
 
     `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
     `is_late`: whether the deadline of an item has passed by now; such an item is executed once at most.
-    `late`: those of which it had passed before, which are not executed.
+    `late`: those of which it had passed before, which are not executed. `observe` is told what the model
+    raises, each time it does.
     """
     failures = validate(model, items)
     refused = tuple(failures)
@@ -191,7 +194,7 @@ def execute(
         valid = [index for index in valid if index not in failures]
     parts: list[Results] = []
     raised: list[int] = []
-    given = _Given(items, requests, states, is_late)
+    given = _Given(items, requests, states, is_late, observe)
     if valid and not _attempt(model, given, valid, failures, parts, raised):
         return Outcome(failures, join(parts), 0, tuple(raised), refused)
     return Outcome(failures, join(parts), len(valid), (), refused)
@@ -225,8 +228,11 @@ def _attempt(
     try:
         results, wrong = _run(model, given, indexes)
     except BaseException as error:
+        is_of_output = isinstance(error, WrongOutputError)
+        if not is_of_output:  # which says all
+            given.observe(error, indexes)
         failure = failure_of(error, INTERNAL)
-        is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
+        is_final = len(indexes) == 1 or is_of_output
     else:
         failures.update({indexes[row]: failure_of(error, INTERNAL) for row, error in wrong.items()})
         parts.append(results)
@@ -257,7 +263,7 @@ def _without_late(given: _Given, indexes: Sequence[int], failures: dict[int, Fai
 
 def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
     """The model's results, one for each item. Raises WrongOutputError and what the model raises."""
-    items, requests, states, _ = given
+    items, requests, states, *_ = given
     infos = [requests[index] for index in indexes] if model.wants_requests else ()
 
     def keys() -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -17,14 +17,19 @@ CAUSES_MAX: Final = 8  # of an exception, that are looked at
 _ABOUT_BODIES: Final = (CarpoolError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
 
 
-Observe = Callable[[BaseException], None]  # is told what a model raised (see `raised`)
+# Is told what a model raised (see `raised`), and on which requests: indexes in the frame, or keys of a Step.
+Observe = Callable[[BaseException, Sequence[int]], None]
 
 
 class WrongOutputError(Exception):
     """What the model returned is not one result for each item."""
 
 
-def not_observed(_error: BaseException) -> None:
+class BrokenDeviceError(Unhealthy):
+    """The accelerator does not work any more, as the error says that the model raised: its cause."""
+
+
+def not_observed(_error: BaseException, _concerned: Sequence[int]) -> None:
     """Where nobody watches the model."""
 
 
@@ -59,7 +64,7 @@ def _check_health(error: BaseException) -> None:
         if isinstance(cause, Unhealthy):
             raise cause
         if not isinstance(cause, _ABOUT_BODIES) and (broken := broken_device(_text(cause))):
-            raise Unhealthy(f"the accelerator is broken: {broken}") from error
+            raise BrokenDeviceError(f"the accelerator is broken: {broken}") from error
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:

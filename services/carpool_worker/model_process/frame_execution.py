@@ -8,6 +8,7 @@ from collections.abc import Callable
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.executor import decode_items, execute, never_late
+from carpool_worker.model_process.failures import Observe, not_observed
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
 from carpool_worker.model_process.outcomes import encode_outcome
@@ -15,9 +16,10 @@ from carpool_worker.model_process.states import States
 
 
 def execute_frame(
-    model: LoadedModel, frame: FrameHeader, payload: Buffer
+    model: LoadedModel, frame: FrameHeader, payload: Buffer, observe: Observe = not_observed
 ) -> tuple[OutcomeHeader, list[Buffer]]:
-    """The header of the outcome and its payload, in pieces. Raises Unhealthy."""
+    """The header of the outcome and its payload, in pieces. `observe` is told what the model raises. Raises
+    Unhealthy."""
     states = None
     if model.states:
         payload, rows = frames.divide_payload(payload, frame.size * len(model.initial_state))
@@ -26,7 +28,7 @@ def execute_frame(
     is_late = _lateness(frame)
     late = [index for index in range(frame.size) if is_late(index)] if _is_one_late(frame) else ()
     started_ns = time.perf_counter_ns()
-    outcome = execute(model, items, requests, states, is_late, late)
+    outcome = execute(model, items, requests, states, is_late, late, observe)
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
     header, data = encode_outcome(model, frame, outcome, compute_us)
     return header, [data] if states is None else [data, states.without(header.failures)]

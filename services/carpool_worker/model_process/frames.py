@@ -1,8 +1,8 @@
 """What crosses the boundary between a worker and its model process, used on both sides.
 
 A model process first sends the result of loading: Ready or LoadFailed. Then each frame that the worker sends
-is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. A message is a
-msgpack header and a payload of raw bytes, over a socket pair.
+is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. Raised may come
+ahead of either. A message is a msgpack header and a payload of raw bytes, over a socket pair.
 
 A model may write into the socket by mistake, for example to a descriptor that it has closed already. So both
 ends of a message are marked, and its lengths are believed only between the marks. Bytes that were written
@@ -45,6 +45,7 @@ _TENSOR: Final = 1  # msgpack extension type
 _READY: Final = "ready"
 _LOAD_FAILED: Final = "load failed"
 _ENDING: Final = "ending"
+_RAISED: Final = "raised"
 
 Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
@@ -100,7 +101,9 @@ class OutcomeHeader(NamedTuple):
     Without `parts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
     `executed`: the number of requests that one call of the model executed; 0 if it took several calls.
     `raised`: the requests on each of which the model raised alone, by index in the frame.
-    `error`: the name of what it raised last (`raised`), or why a result is too large; else empty.
+    `errors`: the names of what it raised (`raised`), the last one last, and the requests concerned, by index
+    in the frame: those on which it raised so alone, or else all on which it did. And why a result is too
+    large.
     `refused`: those that `validate` rejected, by index in the frame.
     For a model that keeps states, the payload ends with the new ones of the requests that did not fail.
     """
@@ -113,7 +116,7 @@ class OutcomeHeader(NamedTuple):
     parts: Sequence[Part] = ()
     executed: int = 0
     raised: Sequence[int] = ()
-    error: str = ""
+    errors: Mapping[str, Sequence[int]] = {}
     refused: Sequence[int] = ()
 
     @classmethod
@@ -124,7 +127,36 @@ class OutcomeHeader(NamedTuple):
         return cls(*fields)
 
 
-_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, str, list]
+_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, dict, list]
+
+
+class Raised(NamedTuple):
+    """Model process to worker: the model raised this, of which the log had no traceback lately.
+
+    Sent at once, ahead of the outcome or the Step that says which requests it concerns: what follows may kill
+    the process. `error`: its name (`raised`). `left_out`: how many of that name were not sent since the last.
+    """
+
+    error: str
+    trace: str
+    left_out: int = 0
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_RAISED, *self)
+
+    @classmethod
+    def read(cls, fields: Sequence[Any]) -> Self | None:
+        """The message of which these are the header's fields; None if it is another one. Raises ValueError if
+        they are not those of one."""
+        if not fields or fields[0] != _RAISED:
+            return None
+        if [type(field) for field in fields] != _RAISED_TYPES:
+            raise ValueError("these are not the fields of what was raised")
+        return cls(*fields[1:])
+
+
+_RAISED_TYPES: Final = [str, str, str, int]
 
 
 class Ending(NamedTuple):

@@ -110,6 +110,9 @@ class Generation(StepRequest):
             self.emitted = 0
             self._packed.clear()
 
+    def _observed(self, error: BaseException) -> None:
+        self._observe(error, (self.key,))
+
     def _final_output(self) -> bytes | None:
         """The output as a packed list of one value. If that cannot be made, the request fails."""
         if self._output is not None:

@@ -19,39 +19,43 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, NoReturn
 
 from carpool.errors import Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
 from carpool.plugins import UnusableError, reason_of
+from carpool.shown import shortened
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_loop import BoundLoop
 from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.frame_execution import execute_frame
-from carpool_worker.model_process.frames import FrameHeader, LoadFailed
+from carpool_worker.model_process.frames import FrameHeader, LoadFailed, Raised
 from carpool_worker.model_process.loader import find_model
 from carpool_worker.model_process.model import BoundModel, LoadedModel, SteppingModel, load_model
 from carpool_worker.model_process.printed import show_output
-from carpool_worker.model_process.raised import RaisedLog, followed, trace_of
+from carpool_worker.model_process.raised import RaisedLog
 from carpool_worker.model_process.step_loop import StepLoop
 
 EXIT_UNHEALTHY: Final = 70
+REASON_CHARS_MAX: Final = 1000  # of why it is unhealthy, which producers get as well
 DESCRIPTORS_MAX: Final = 4096  # that of the socket is below: the kernel keeps a table up to the highest
 
 
 def main(argv: Sequence[str]) -> int:
     """Serve a model to the worker that started this process.
 
-    `argv`: the worker's PID, the descriptor of this process's socket, the model, the device.
+    `argv`: the worker's PID, the descriptor of this process's socket, the model, the device, and the name of
+    the replica.
     """
-    parent, descriptor, location, device = argv
+    parent, descriptor, location, device, worker = argv
     die_with_parent(int(parent))
     keep_freed_memory()
     _leave_signals_to_the_worker()
     sock = _set_apart(int(descriptor))
     name = os.environ.get("CARPOOL_SERVED_MODEL", location)
-    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model", model=name)
+    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model", model=name, worker=worker)
     show_output()
     try:
         model = load_model(find_model(location), device)
@@ -59,13 +63,14 @@ def main(argv: Sequence[str]) -> int:
         frames.send_load_result(sock, LoadFailed(str(error), trace=""))
         return 1
     except BaseException as error:  # raised by the user's own code, so the traceback helps
-        frames.send_load_result(sock, LoadFailed(reason_of(error), traceback.format_exc()))
+        frames.send_load_result(sock, LoadFailed(reason_of(error), shortened(traceback.format_exc())))
         return 1
     frames.send_load_result(sock, description_of(model))
+    raised = RaisedLog(partial(_tell, sock))
     try:
-        _serve(sock, model, RaisedLog())
+        _serve(sock, model, raised)
     except Unhealthy as error:
-        _end_unhealthy(sock, error)
+        _end_unhealthy(sock, raised, error)
     if model.unload is not None:
         model.unload()
     return 0
@@ -99,14 +104,19 @@ def _serve(sock: socket.socket, model: LoadedModel | SteppingModel, raised: Rais
         _execute_all(sock, model, raised)
 
 
-def _end_unhealthy(sock: socket.socket, error: Unhealthy) -> NoReturn:
+def _tell(sock: socket.socket, raised: Raised) -> None:
+    with contextlib.suppress(frames.ProcessGoneError):  # sending the outcome fails as well
+        frames.send_message(sock, raised.message())
+
+
+def _end_unhealthy(sock: socket.socket, raised: RaisedLog, error: Unhealthy) -> NoReturn:
     """Tell the worker why this process ends, and end it.
 
     At once: with a broken accelerator, to unload the model or to let its libraries clean up fails or hangs.
     """
-    print(trace_of(error), end="", file=sys.stderr)
+    raised.observe_end(error)
     with contextlib.suppress(frames.ProcessGoneError):
-        frames.send_message(sock, frames.Ending(str(error)).message())
+        frames.send_message(sock, frames.Ending(shortened(str(error), REASON_CHARS_MAX)).message())
     sys.stderr.flush()
     os._exit(EXIT_UNHEALTHY)
 
@@ -122,7 +132,6 @@ def _leave_signals_to_the_worker() -> None:
 
 def _execute_all(sock: socket.socket, model: LoadedModel, raised: RaisedLog) -> None:
     reader = frames.MessageReader(sock)
-    model = followed(model, raised.observe)
     with contextlib.suppress(frames.ProcessGoneError):
         while True:
             _execute_next(reader, sock, model, raised)
@@ -132,7 +141,7 @@ def _execute_next(
     reader: frames.MessageReader, sock: socket.socket, model: LoadedModel, raised: RaisedLog
 ) -> None:
     fields, payload = reader.receive()
-    header, data = execute_frame(model, FrameHeader(*fields), payload)
+    header, data = execute_frame(model, FrameHeader(*fields), payload, raised.observe)
     frames.send_message(sock, raised.named(header), *data)
 
 

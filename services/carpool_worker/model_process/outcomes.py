@@ -27,7 +27,7 @@ def encode_outcome(
         parts,
         outcome.executed,
         outcome.raised,
-        error,
+        {error: ()} if error else {},
         refused=outcome.refused,
     )
     return header, data

@@ -6,28 +6,42 @@ model logs with `logging`, and warnings, become lines of the log as all others a
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import io
 import logging
 import os
 import sys
 import warnings
-from typing import TextIO
+from typing import Final, TextIO
 
 import structlog
+
+from carpool.shown import shortened
+
+_IOLBF: Final = 1  # line-buffered, in the stdio.h of glibc, musl and the BSDs
 
 
 def show_output() -> None:
     """Let all of it go to standard error. Call it once, before the model is imported."""
-    os.dup2(2, 1)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+        if isinstance(stream, io.TextIOWrapper):  # a text that its encoding lacks is no error of the model
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    os.dup2(2, 1)  # afterwards: a stream does not expect that its file is another one
+    _print_lines_of_c()
     faulthandler.enable()  # the stack of a crash in C
     # Not a handler of the root logger: with one, `logging.basicConfig` in a model would do nothing.
     logging.lastResort = _ToLog(logging.INFO)
     logging.getLogger().setLevel(logging.INFO)
     warnings.showwarning = _log_warning
+
+
+def _print_lines_of_c() -> None:
+    """What C prints with `printf` is written line by line, too. Nothing is done where that is unknown."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IOLBF, 0)
 
 
 class _ToLog(logging.Handler):
@@ -38,7 +52,7 @@ class _ToLog(logging.Handler):
         try:
             more = {"logger": record.name}
             if record.exc_info:
-                more["exception"] = logging.Formatter().formatException(record.exc_info)
+                more["exception"] = shortened(logging.Formatter().formatException(record.exc_info))
             structlog.get_logger().log(record.levelno, record.getMessage(), **more)
         except Exception:  # such as a record whose arguments do not fit its text
             self.handleError(record)

@@ -1,92 +1,102 @@
-"""What a model raises: its traceback in the log, and its name for whoever watches the model.
+"""What a model raises: its traceback for the log, and its name for whoever watches the model.
 
 A name is the exception's class and the line that raised it, such as `KeyError at model.py:14`. It tells
 nothing of a request, as the exception's text may, so it is shown to operators who may not see bodies. For the
-same reason the log has the traceback without texts, except at the level debug.
+same reason the traceback is without texts, except at the level debug.
+
+The worker logs it, because only the worker knows the batch. Which requests are concerned is known once the
+frame is executed: if the model raises on several, they are executed again, until those are found.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 
 from carpool import shown
 from carpool.errors import CarpoolError, Unhealthy
-from carpool_worker.model_process.failures import Observe
-from carpool_worker.model_process.frames import OutcomeHeader
-from carpool_worker.model_process.model import LoadedModel
+from carpool_worker.model_process.failures import BrokenDeviceError
+from carpool_worker.model_process.frames import OutcomeHeader, Raised
 from carpool_worker.model_process.step_frames import Step
 
 TRACE_INTERVAL_S: Final = 10.0  # between two tracebacks of one name
-NAMES_MAX: Final = 100  # of which it is known when they were logged
+NAMES_MAX: Final = 100  # of which it is known when they were told
+NAME_CHARS_MAX: Final = 200
+TRACES_MAX: Final = 8  # for one outcome or Step
 _PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
 Message = TypeVar("Message", OutcomeHeader, Step)
-Model = TypeVar("Model", bound=LoadedModel)
 
 
 class RaisedLog:
-    """Follows what one model raises: logs it, and remembers the name of the last one."""
+    """Follows what one model raises: tells the worker, and remembers the names for the next outcome."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tell: Callable[[Raised], None], now_s: Callable[[], float] = time.monotonic) -> None:
+        """`tell` sends it to the worker at once."""
+        self._tell = tell
         self._now_s = now_s
-        self._logged_at_s: dict[str, float] = {}  # by name
-        self._left_out: dict[str, int] = {}  # how many of a name were not logged since
-        self._last = ""
-        self._log = structlog.get_logger()
+        self._told_at_s: dict[str, float] = {}  # by name
+        self._left_out: dict[str, int] = {}  # how many of a name were not told since
+        self._told = 0  # since the last outcome or Step
+        self._concerned: dict[str, list[int]] = {}  # since then: as in `OutcomeHeader.errors`
+        self._alone: set[str] = set()  # names of these that were raised on a single request
+        self._is_debug = structlog.get_logger().is_enabled_for(logging.DEBUG)
 
-    def observe(self, error: BaseException) -> None:
-        """The model raised this. What it raises on purpose, with a status, is not logged."""
-        if isinstance(error, CarpoolError | Unhealthy):
+    @property
+    def has_news(self) -> bool:
+        """Whether the model raised something since the last outcome or Step."""
+        return bool(self._concerned)
+
+    def observe(self, error: BaseException, concerned: Sequence[int]) -> None:
+        """The model raised this on these requests. What it raises on purpose, with a status, is no error."""
+        if isinstance(error, CarpoolError):
             return
-        name, now_s = name_of(error), self._now_s()
-        self._last = name
-        if now_s - self._logged_at_s.get(name, -TRACE_INTERVAL_S) < TRACE_INTERVAL_S:
+        name = name_of(error)[:NAME_CHARS_MAX]
+        self._remember(name, concerned)
+        now_s = self._now_s()
+        is_recent = now_s - self._told_at_s.get(name, -TRACE_INTERVAL_S) < TRACE_INTERVAL_S
+        if is_recent or self._told >= TRACES_MAX:
             self._left_out[name] = self._left_out.get(name, 0) + 1
             return
-        if len(self._logged_at_s) >= NAMES_MAX:
-            self._logged_at_s.clear()
+        if len(self._told_at_s) >= NAMES_MAX:
+            self._told_at_s.clear()
             self._left_out.clear()
-        self._logged_at_s[name] = now_s
-        left_out = self._left_out.pop(name, 0)
-        more = {"left_out": left_out} if left_out else {}
-        trace = whole_trace_of(error) if self._log.is_enabled_for(logging.DEBUG) else trace_of(error)
-        self._log.error("model raised", error=name, **more, exception=trace)
+        self._told_at_s[name] = now_s
+        self._told += 1
+        trace = whole_trace_of(error) if self._is_debug else trace_of(error)
+        self._tell(Raised(name, shown.shortened(trace), self._left_out.pop(name, 0)))
+
+    def observe_end(self, error: Unhealthy) -> None:
+        """The process ends because of this."""
+        cause = error.__cause__ if isinstance(error, BrokenDeviceError) else None
+        self.observe(cause or error, ())
+
+    def _remember(self, name: str, concerned: Sequence[int]) -> None:
+        before = self._concerned.pop(name, None)  # it becomes the last one
+        if len(concerned) != 1:
+            self._concerned[name] = list(concerned) if before is None else before
+        elif before is None or name not in self._alone:
+            self._alone.add(name)
+            self._concerned[name] = list(concerned)
+        else:
+            before += concerned
+            self._concerned[name] = before
 
     def named(self, message: Message) -> Message:
-        """An outcome or a Step, with the name of what was raised since the last one."""
-        if not self._last:
+        """An outcome or a Step, with what was raised since the last one."""
+        if not self._concerned:
             return message
-        last, self._last = self._last, ""
-        return message._replace(error=last)
-
-
-def followed(model: Model, observe: Observe, *, of_validate: Observe | None = None) -> Model:
-    """The model, with `observe` called for whatever it raises while it executes a batch. What `validate`
-    raises is usually about a body: that is for `of_validate`, if it is given."""
-    validate = model.validate
-    if validate is not None and of_validate is not None:
-        validate = _followed(validate, of_validate)
-    return dataclasses.replace(model, run=_followed(model.run, observe), validate=validate)
-
-
-def _followed(hook: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        try:
-            return hook(*arguments)
-        except BaseException as error:
-            observe(error)
-            raise
-
-    return call
+        errors = {**message.errors, **self._concerned}
+        self._concerned, self._told = {}, 0
+        self._alone.clear()
+        return message._replace(errors=errors)
 
 
 def _is_of_model(place: traceback.FrameSummary) -> bool:

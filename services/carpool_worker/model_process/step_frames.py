@@ -1,9 +1,9 @@
 """What crosses the boundary between a worker and the model process of a stepping model, used on both sides.
 
-The first message is the result of loading, as for any model (`frames`). From then on neither side waits for
-the other: the worker sends Admit, Drop, Resume and Configure, and the process sends a Step whenever a step of
-the model had an effect. Messages are framed as in `frames`; all of these are headers without a payload,
-except that the payload of an Admit is the request's body.
+The first message is the result of loading, as for any model (`frames`); Raised is as there, too. From then on
+neither side waits for the other: the worker sends Admit, Drop, Resume and Configure, and the process sends a
+Step whenever a step of the model had an effect. Messages are framed as in `frames`; all of these are headers
+without a payload, except that the payload of an Admit is the request's body.
 
 Chunks are bytes here: each is a packed list (`frames.pack_values`) of what the model emitted for one request
 in one step, usually of one value. The worker stores them as they are, and sends them back to the process that
@@ -12,7 +12,7 @@ continues a request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 from carpool_worker.model_process.frames import Failure, Part, RequestFields
@@ -120,8 +120,8 @@ class Step(NamedTuple):
 
     `step_us`: how long `step` took, `begin_us` the `begin` before it; 0 if it was not called. What `begin`
     emitted or ended is sent before `step` is called, as one of these without a step. `running`: how many
-    requests hold a slot after it, `size` how many took the step, or were begun. `error`: the name of what the
-    model raised last (`raised`), or why a result is too large; else empty.
+    requests hold a slot after it, `size` how many took the step, or were begun. `errors`: as in an outcome
+    (`frames`), with the keys of requests.
     """
 
     step_us: int
@@ -129,15 +129,19 @@ class Step(NamedTuple):
     size: int
     running: int
     advances: Sequence[Advance]
-    error: str = ""
+    errors: Mapping[str, Sequence[int]] = {}
 
     @property
     def has_stepped(self) -> bool:
         """Whether it tells of a call of `step`, and not of `begin` alone."""
         return self.step_us > 0 or not self.begin_us
 
+    def error_of(self, key: int) -> str:
+        """What the model raised last on the request of this key; empty if it did not."""
+        return next((name for name in reversed([*self.errors]) if key in self.errors[name]), "")
+
     @classmethod
     def read(cls, fields: Sequence[Any]) -> Self:
         """A header that the process sent. Raises TypeError or ValueError if it is no Step."""
-        step_us, begin_us, size, running, advances, error = fields
-        return cls(step_us, begin_us, size, running, [Advance(*advance) for advance in advances], error)
+        step_us, begin_us, size, running, advances, errors = fields
+        return cls(step_us, begin_us, size, running, [Advance(*advance) for advance in advances], errors)

@@ -43,7 +43,8 @@ class StepLoop:
         while self._reader.has_buffered or self._readable.poll(0):
             self._receive()
         if self._stepper.has_next:
-            step = self._stepper.advance(must_report=time.monotonic() - self._sent_s > SIGN_OF_LIFE_S)
+            is_due = time.monotonic() - self._sent_s > SIGN_OF_LIFE_S
+            step = self._stepper.advance(must_report=is_due or self._raised.has_news)
             if step is not None:
                 frames.send_message(self._sock, self._raised.named(step))
                 self._sent_s = time.monotonic()

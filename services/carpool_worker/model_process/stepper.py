@@ -16,7 +16,7 @@ import structlog
 
 from carpool.errors import INTERNAL, INVALID_ARGUMENT
 from carpool.parts import Buffer
-from carpool.shown import name_of
+from carpool.shown import name_of, trace_of
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.executor import FIXED_TYPES, StackedItems
 from carpool_worker.model_process.failures import Observe, failure_of, not_observed
@@ -27,6 +27,7 @@ from carpool_worker.model_process.step_frames import Admit, Advance, Configure, 
 from carpool_worker.model_process.stepping import ResultLimit
 
 Requests = Sequence[Generation]
+Errors = dict[str, list[int]]  # as in `Step`
 
 SILENT_STEPS_MAX: Final = 1000  # in a row: more are reported, once
 _EMIT_INSTEAD = "emit values with request.emit(value), and end with request.finish()"
@@ -100,11 +101,11 @@ class Stepper:
         self._owes_step = False
         begin_us = self._begin_valid(planned.begun) if planned.begun else 0
         if planned.begun and not planned.is_alone:
-            advances, error = self._taken(planned.begun)
+            advances, errors = self._taken(planned.begun)
             if advances:
                 self._owes_step = bool(self._slots.occupied)
                 self._running_reported = self._slots.occupied
-                return Step(0, begin_us, len(planned.begun), self._running_reported, advances, error)
+                return Step(0, begin_us, len(planned.begun), self._running_reported, advances, errors)
         stepping = [generation for generation in planned.stepped if not generation.has_ended]
         step_us = self._step_timed(stepping) if stepping else 0
         report = self._report(planned, step_us, begin_us, len(stepping))
@@ -177,7 +178,7 @@ class Stepper:
         try:
             returned = call(list(generations))
         except BaseException as error:
-            self._observe(error)
+            self._observe(error, [generation.key for generation in generations])
             if len(generations) > 1:
                 failure_of(error, INTERNAL)  # raises Unhealthy
                 self._log.warning(
@@ -219,10 +220,11 @@ class Stepper:
                 "the model's end raised",
                 correlation_id=generation.correlation_id,
                 error=name_of(error),
+                exception=trace_of(error),
             )
 
     def _report(self, planned: Round[Generation], step_us: int, begin_us: int, size: int) -> Step | None:
-        advances, error = self._taken(planned.stepped, has_stepped=True)
+        advances, errors = self._taken(planned.stepped, has_stepped=True)
         if planned.is_alone and not advances:  # the worker waits for it
             (generation,) = planned.stepped
             advances = [Advance(generation.key, b"", generation.emitted)]
@@ -230,13 +232,13 @@ class Stepper:
         if not advances and running == self._running_reported:
             return None
         self._running_reported = running
-        return Step(step_us, begin_us, size, running, advances, error)
+        return Step(step_us, begin_us, size, running, advances, errors)
 
-    def _taken(self, generations: Requests, *, has_stepped: bool = False) -> tuple[list[Advance], str]:
-        """What these have emitted and not sent, and why a result is too large, if one is. Ends those that
+    def _taken(self, generations: Requests, *, has_stepped: bool = False) -> tuple[list[Advance], Errors]:
+        """What these have emitted and not sent, and why results are too large, if any are. Ends those that
         have ended."""
         advances: list[Advance] = []
-        error = ""
+        errors: Errors = {}
         for generation in generations:
             advance = generation.take()
             if advance is None:
@@ -246,10 +248,10 @@ class Stepper:
             advances.append(advance)
             if generation.has_ended:
                 if generation.is_too_large and advance.failure:
-                    error = advance.failure[1]
+                    errors.setdefault(advance.failure[1], []).append(generation.key)
                 self._end(generation)
                 self._slots.end(generation.key)
-        return advances, error
+        return advances, errors
 
     def _report_silence(self, generation: Generation) -> None:
         """Most likely the model forgot to finish it. The first such request is enough to say so."""

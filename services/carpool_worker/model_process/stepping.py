@@ -145,10 +145,14 @@ class StepRequest:
     def fail(self, error: BaseException | str) -> None:
         """End the request with an error: an exception, as if the model had raised it, or a sentence."""
         if isinstance(error, BaseException):
-            self._observe(error)
+            self._observed(error)
             self._fail(*failure_of(error, INTERNAL))
         else:
             self._fail(INTERNAL, str(error))
+
+    def _observed(self, error: BaseException) -> None:
+        """The model failed it with this."""
+        self._observe(error, ())
 
     def _fail(self, status: str, detail: str) -> None:
         """Only the first failure counts."""

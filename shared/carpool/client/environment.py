@@ -6,7 +6,7 @@ import os
 
 from carpool.errors import InvalidArgumentError, PermissionDeniedError
 from carpool.keys import DEFAULT_PREFIX
-from carpool.redis_url import checked_url
+from carpool.redis_url import check_tls_files
 
 
 def connection(url: str | None, prefix: str | None) -> tuple[str, str]:
@@ -22,7 +22,7 @@ def connection(url: str | None, prefix: str | None) -> tuple[str, str]:
     elif not url:
         return _from_settings(prefix)
     try:
-        checked_url(url)
+        check_tls_files(url)
     except ValueError as error:
         raise InvalidArgumentError(f"url: {error}") from None
     return url, prefix or os.environ.get("CARPOOL_PREFIX") or DEFAULT_PREFIX
