@@ -121,7 +121,7 @@ def _take(execution: Execution, advance: Advance, *, has_tensors: bool) -> None:
         execution.fail(advance.key, *advance.failure)
     elif advance.output is not None:
         run, _ = execution.locate(advance.key)
-        (value,) = frames.unpack_values(advance.output)
+        (value,) = frames.unpack_results(advance.output)
         try:
             wanted = accepted(run.extra)
             content_type = result_type(run.content_type, wanted, value, has_tensors=has_tensors)

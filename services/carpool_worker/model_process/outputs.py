@@ -13,7 +13,16 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from carpool.wire.tensors import Array, TensorSpec, array_of, datatype_of, in_datatype, unmasked, why_lost
+from carpool.wire.tensors import (
+    Array,
+    TensorSpec,
+    array_of,
+    datatype_of,
+    in_datatype,
+    to_bfloat16,
+    unmasked,
+    why_lost,
+)
 from carpool_worker.model_process.failures import WrongOutputError
 from carpool_worker.model_process.model import LoadedModel
 
@@ -462,6 +471,8 @@ def _declared_array(array: Array, spec: TensorSpec) -> _Column:
         raise WrongOutputError(
             f"the model returned {array.dtype} in output {spec.name!r}, which is declared as {spec.datatype}"
         ) from None
+    if spec.datatype == "BF16":
+        numbers = to_bfloat16(numbers)
     if lost is None:
         return _Column(numbers, {})
     rows = np.flatnonzero(lost.reshape(len(array), -1).any(axis=1)).tolist()
