@@ -6,6 +6,7 @@ Bodies are decoded, executed in one batch, and the results encoded, by the code 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from carpool.errors import OK, CarpoolError
@@ -70,7 +71,8 @@ class Rehearsal:
             return self._generate(self._model, execution)
         self._codec.prepare(execution, 0)
         for frame in execution.frames:
-            header, payload = execute_frame(self._model, frame.header, bytearray().join(frame.payload))
+            sent = partial(bytearray().join, frame.payload)
+            header, payload = execute_frame(self._model, frame.header, sent(), sent)
             self._codec.take_outcome(execution, frame, header, b"".join(payload))
         execution.separate()
         return Rehearsed(_in_order(execution), execution.compute_us)

@@ -32,8 +32,10 @@ def run(
 ) -> Outcome:
     """The outcome of these bodies with this function as the model."""
     model = LoadedModel(lambda batch, _: predict(batch), outputs=tuple(outputs), **hooks)
-    items = StackedItems(bodies) if isinstance(bodies, dict) else ListItems(bodies)
-    return execute(model, items, ())
+    if not isinstance(bodies, dict):
+        return execute(model, ListItems(bodies), ())
+    sent = {name: array.copy() for name, array in bodies.items()}
+    return execute(model, StackedItems(bodies, lambda: sent), ())
 
 
 class Counting:
@@ -112,7 +114,8 @@ def test_request_that_expired_while_its_frame_waited_is_not_executed(
     redis_us = time.monotonic_ns() // 1000 + redis_ahead_us
     deadlines = [(1, None if ago is None else redis_us - ago) for ago in ago_us]
     frame = FrameHeader(0, 3, deadlines=deadlines, redis_ahead_us=redis_ahead_us)
-    header, _ = execute_frame(LoadedModel(lambda batch, _: predict(batch)), frame, msgpack.packb([1, 2, 3]))
+    model, sent = LoadedModel(lambda batch, _: predict(batch)), msgpack.packb([1, 2, 3])
+    header, _ = execute_frame(model, frame, sent, lambda: sent)
     in_time = [number + 1 for number in range(3) if number not in late]
     assert called == ([in_time] if in_time else [])
     assert tuple(header.failures) == late and header.executed == len(in_time)

@@ -1,8 +1,9 @@
 """What crosses the boundary between a worker and its model process, used on both sides.
 
 A model process first sends the result of loading: Ready or LoadFailed. Then each frame that the worker sends
-is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. A message is a
-msgpack header and a payload of raw bytes, over a socket pair.
+is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. Before its outcome,
+the process may ask for the frame once more (Again). A message is a msgpack header and a payload of raw bytes,
+over a socket pair.
 
 A model may write into the socket by mistake, for example to a descriptor that it has closed already. So both
 ends of a message are marked, and its lengths are believed only between the marks. Bytes that were written
@@ -54,6 +55,7 @@ _TENSOR: Final = 1  # msgpack extension type
 _READY: Final = "ready"
 _LOAD_FAILED: Final = "load failed"
 _ENDING: Final = "ending"
+_AGAIN: Final = "again"
 
 Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
@@ -150,6 +152,24 @@ class Ending(NamedTuple):
     def read(cls, fields: Sequence[Any]) -> Self | None:
         """The message of which these are the header's fields; None if it is another one."""
         return cls(*fields[1:]) if fields and fields[0] == _ENDING else None
+
+
+class Again(NamedTuple):
+    """Model process to worker: the frame with this number, whose outcome is due next, is wanted again, because
+    the model may have changed its payload. The worker sends it as before, after what is on its way."""
+
+    number: int
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_AGAIN, *self)
+
+
+def read_answer(fields: Sequence[Any]) -> OutcomeHeader | Again:
+    """What a model process sends for a frame, from its header. Raises ValueError if it is neither."""
+    if len(fields) == 2 and fields[0] == _AGAIN and type(fields[1]) is int:
+        return Again(fields[1])
+    return OutcomeHeader.read(fields)
 
 
 class ProcessGoneError(ConnectionError):

@@ -24,6 +24,7 @@ from carpool.wire.tensors import (
     why_lost,
 )
 from carpool_worker.model_process.failures import WrongOutputError
+from carpool_worker.model_process.frames import pack_values, unpack_results
 from carpool_worker.model_process.model import LoadedModel
 
 Stacked = dict[str, Array]  # by output name; the first dimension counts the requests
@@ -115,6 +116,20 @@ def without(returned: Returned, wrong: Wrong) -> Returned:
     else:
         left = [results[at] for at in kept]
     return Returned(left, returned.wrong | wrong)
+
+
+def settled(returned: Returned) -> Returned:
+    """What was returned, as it is now: models return arrays that they fill anew at each call."""
+    results, wrong = returned
+    if isinstance(results, dict):
+        return Returned({name: array.copy() for name, array in results.items()}, wrong)
+    values: list[Any] = []
+    for value in results:
+        try:
+            values.append(unpack_results(pack_values(value)))
+        except Exception as error:
+            values.append(WrongOutputError(f"the model's result cannot be sent: {error}"))
+    return _without_errors(values, wrong)
 
 
 def join(parts: Sequence[Results]) -> Results:
