@@ -375,3 +375,67 @@ def test_ok_is_what_a_request_is_answered_alone(choice: random.Random) -> None:
 def test_many_models() -> None:
     """A smoke test of what `make fuzz` does for a million batches."""
     fuzzing_models.fuzz(batches=2000, seed=random.randrange(1_000_000), report=lambda line: None)
+
+
+# --- a dict with one name, which is a body -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_body_that_is_the_name_of_the_only_output_gets_its_value(count: int) -> None:
+    """Whether a dict has rows or columns cannot be seen, if all bodies are its only name. Alone it can."""
+    calls: list[int] = []
+
+    def predict(batch: list[str]) -> dict[str, Any]:
+        calls.append(len(batch))
+        return {"score": [len(text) for text in batch]}
+
+    assert answers(predict, ["score"] * count) == [5] * count
+    assert calls == {1: [1], 2: [2, 1, 1], 5: [5, 2, 1, 1, 3, 1, 2, 1, 1]}[count]
+    assert answers(predict, ["score", "other"]) == [5, 5]
+
+
+@pytest.mark.parametrize("row", [[0.5], [0.5, 0.25], [0.5, 0.25, 0.125]])
+def test_row_that_is_keyed_by_its_body_is_no_column(row: list[float]) -> None:
+    """Requests of one body in a batch: also where the row has as many numbers as there are requests."""
+    for answer in answers(lambda batch: dict.fromkeys(batch, row), ["cat"] * 2):
+        assert isinstance(answer, AssertionError) and answer.args[0] == INTERNAL
+
+
+def test_outputs_that_are_all_bodies_of_a_batch_are_an_error_that_says_what_to_declare() -> None:
+    for answer in answers(lambda batch: {"a": [1] * len(batch), "b": [2] * len(batch)}, ["a", "b"]):
+        assert isinstance(answer, AssertionError)
+        assert "declare them with outputs" in answer.args[1]
+
+
+# --- arrays that a model uses again ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outputs", [(), (TensorSpec("y", "FP32", (2,)),)])
+def test_array_that_a_model_fills_at_each_call_keeps_the_results_of_halves(
+    outputs: tuple[TensorSpec, ...],
+) -> None:
+    filled = np.zeros((4, 2), np.float32)
+
+    def predict(batch: list[int]) -> Any:
+        filled[: len(batch)] = np.array(batch)[:, np.newaxis]
+        if 3 in batch:
+            raise ValueError("bad body")
+        return filled[: len(batch)]
+
+    *good, bad = answers(predict, [0, 1, 2, 3], outputs)
+    assert [row.tolist() for row in good] == [[0, 0], [1, 1], [2, 2]]
+    assert isinstance(bad, AssertionError)
+
+
+def test_dict_that_a_model_returns_at_each_call_keeps_the_results_of_halves() -> None:
+    result: dict[str, Any] = {}
+
+    def predict(batch: list[int]) -> list[Any]:
+        if len(batch) > 1:
+            raise ValueError("one at a time")
+        result["n"] = object() if batch == [2] else batch[0]
+        return [result]
+
+    first, second, bad, last = answers(predict, [0, 1, 2, 3])
+    assert (first, second, last) == ({"n": 0}, {"n": 1}, {"n": 3})
+    assert "its type is object" in bad.args[1]

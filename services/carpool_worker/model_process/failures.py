@@ -24,6 +24,10 @@ class WrongOutputError(Exception):
     """What the model returned is not one result for each item."""
 
 
+class UnclearOutputError(Exception):
+    """What the model returned for several items has two meanings. For one item it has one."""
+
+
 def not_observed(_error: BaseException) -> None:
     """Where nobody watches the model."""
 
