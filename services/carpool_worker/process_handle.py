@@ -232,7 +232,7 @@ class ProcessHandle:
         return header, payload
 
     def _send_again(self, wanted: Again) -> None:
-        """Send the oldest frame without an outcome once more. Raises ProcessGoneError if another is wanted."""
+        """Send the oldest frame without an outcome once more. Raises ProcessGoneError for another one."""
         if not self._unanswered or wanted.number != self._received + 1:
             self._end("it asked for a frame out of order, as a process does that the model forked")
         header, payload = self._unanswered[0]

@@ -280,7 +280,8 @@ class StepExecution:
     def _chunks(self, *, is_behind: bool) -> list[KeptChunk]:
         """The emitted chunks; as one if the reader is behind, or they are many."""
         if is_behind or len(self._emitted) > WRITTEN_TOGETHER_MAX:
-            return [self._chunk(0, [value for kept in self._emitted for value in frames.unpack_results(kept)])]
+            values = [value for kept in self._emitted for value in frames.unpack_results(kept)]
+            return [self._chunk(0, values)]
         return [self._chunk(at, frames.unpack_results(kept), kept) for at, kept in enumerate(self._emitted)]
 
     def _chunk(self, offset: int, values: list[Any], kept: bytes | None = None) -> KeptChunk:

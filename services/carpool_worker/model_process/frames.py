@@ -155,8 +155,10 @@ class Ending(NamedTuple):
 
 
 class Again(NamedTuple):
-    """Model process to worker: the frame with this number, whose outcome is due next, is wanted again, because
-    the model may have changed its payload. The worker sends it as before, after what is on its way."""
+    """Model process to worker: the frame with this number, whose outcome is due next, is wanted once more.
+
+    The model may have changed its payload. The worker sends it as before, after what is on its way.
+    """
 
     number: int
 
@@ -403,7 +405,7 @@ def unpack_results(data: Buffer) -> Any:
 
 
 def unpack_each(data: Buffer) -> list[Any]:
-    """The results of a packed list, each unpacked alone: an exception replaces one that cannot be unpacked."""
+    """The results of a packed list, each unpacked alone. An exception replaces one that cannot be."""
     values: list[Any] = []
     for place in places_in(data):
         try:
@@ -457,9 +459,7 @@ def part_bytes(part: Part, count: int) -> int:
     return WIDTHS[part[1]] * math.prod(part[2]) * count
 
 
-def unstack(
-    parts: Sequence[Part], count: int, data: Buffer, read: _Read = from_bytes
-) -> dict[str, Array]:
+def unstack(parts: Sequence[Part], count: int, data: Buffer, read: _Read = from_bytes) -> dict[str, Array]:
     """The stacked arrays that follow each other in `data`, each of shape (count, *shape), made by `read`:
     `from_bytes`, or `to_be_sent` for results.
 

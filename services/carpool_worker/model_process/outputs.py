@@ -204,8 +204,8 @@ def _of_dict(
 
 def _keyed(outputs: Mapping[Any, Any]) -> str:
     return (
-        f"the model returned a dict with a key for each request, {_shown(outputs)}: {_EXPECTED}; if these are "
-        "names of outputs, declare them with outputs = [TensorSpec(...)]"
+        f"the model returned a dict with a key for each request, {_shown(outputs)}: {_EXPECTED}; "
+        "if these are names of outputs, declare them with outputs = [TensorSpec(...)]"
     )
 
 
@@ -258,16 +258,16 @@ def _joined(columns: Mapping[str, _Column], count: int) -> Returned:
         wrong = column.wrong | wrong if column.wrong else wrong
     values = {name: column.values for name, column in columns.items()}
     if wrong:
-        rows = [row for row in range(count) if row not in wrong]
-        values = {name: _selected(column, rows) for name, column in values.items()}
+        right = [row for row in range(count) if row not in wrong]
+        values = {name: _selected(column, right) for name, column in values.items()}
     if all(column.is_stackable for column in columns.values()):
         return Returned(values, wrong)  # type: ignore[arg-type]
     if len(values) == 1:
         (only,) = values.values()
         return _without_errors(only if isinstance(only, list) else list(only), wrong)
     rows: list[dict[str, Any]] = [{} for _ in range(count - len(wrong))]
-    for name, column in values.items():  # three times faster than a dict(zip(...)) of each row
-        for result, value in zip(rows, column, strict=True):  # of an array of numbers, numbers
+    for name, of_rows in values.items():  # three times faster than a dict(zip(...)) of each row
+        for result, value in zip(rows, of_rows, strict=True):  # of an array of numbers, numbers
             result[name] = value
     return Returned(rows, wrong)
 
