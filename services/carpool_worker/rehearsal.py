@@ -31,11 +31,12 @@ _ENTRY: Final = "1-0"
 
 class Rehearsed(NamedTuple):
     """What became of a batch: the result of each body, in order, and the time in the model. `steps`: how many
-    a stepping model took."""
+    a stepping model took. `datatype`: of the one array that the results are rows of; empty without one."""
 
     results: list[Result]
     compute_us: int
     steps: int = 0
+    datatype: str = ""
 
 
 class Rehearsal:
@@ -70,12 +71,16 @@ class Rehearsal:
         if isinstance(self._model, SteppingModel):
             return self._generate(self._model, execution)
         self._codec.prepare(execution, 0)
+        datatypes: set[str] = set()
         for frame in execution.frames:
             sent = partial(bytearray().join, frame.payload)
             header, payload = execute_frame(self._model, frame.header, sent(), sent)
             self._codec.take_outcome(execution, frame, header, b"".join(payload))
+            datatypes.add(header.parts[0][1] if len(header.parts) == 1 else "")
         execution.separate()
-        return Rehearsed(_in_order(execution), execution.compute_us)
+        datatypes = {spec.datatype for spec in self._model.outputs} or datatypes
+        datatype = datatypes.pop() if len(datatypes) == 1 else ""
+        return Rehearsed(_in_order(execution), execution.compute_us, datatype=datatype)
 
     def _generate(self, model: SteppingModel, execution: Execution) -> Rehearsed:
         """Step requests until all have ended."""
