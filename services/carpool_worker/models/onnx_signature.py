@@ -191,8 +191,8 @@ class _Value(NamedTuple):
 
 
 def _of_one(value: Any, axis: int | None) -> Any:
-    """An input or output of a graph for one request at a time, as one whose batch dimension varies: at `axis`,
-    or, if it is None, where its only 1 is."""
+    """An input or output of a graph for one request at a time, as one whose batch dimension varies: at
+    `axis`, or, if it is None, where its only 1 is."""
     shape: list[int | str | None] = list(value.shape or ())
     if axis is None and shape.count(1) == 1 and all(isinstance(size, int) for size in shape):
         axis = shape.index(1)
