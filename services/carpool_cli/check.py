@@ -22,13 +22,14 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.errors import OK, CarpoolError, Unhealthy
-from carpool.messages import JSON, Result
+from carpool.messages import JSON, RAW, Result
 from carpool.plugins import UnusableError, reason_of
 from carpool.settings import Devices, read_settings
 from carpool.shown import complain
 from carpool.text_files import read_text
 from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.content_types import ACCEPT, canonical, is_value
+from carpool.wire.tensors import WIDTHS, from_bytes
 from carpool_cli.infer import BodySettings, read_body
 from carpool_cli.screen import Screen, build_table, clip, count, duration
 from carpool_worker.devices import devices
@@ -170,11 +171,11 @@ def _check(screen: Screen, model: LoadedModel | SteppingModel, requests: _Reques
         screen.print_table(build_table([_HEADINGS, *timed]))
     for trace in rehearsal.traces:
         screen.print(trace.rstrip())
-    return _conclude(screen, alone, batches)
+    return _conclude(screen, alone, batches, next((batch.datatype for batch in batches.values()), ""))
 
 
-def _conclude(screen: Screen, alone: Sequence[Result], batches: Sizes) -> int:
-    failed, different = sum(map(_is_failure, alone)), list(differences(alone, batches))
+def _conclude(screen: Screen, alone: Sequence[Result], batches: Sizes, datatype: str) -> int:
+    failed, different = sum(map(_is_failure, alone)), list(differences(alone, batches, datatype))
     for difference in different:
         screen.print(difference)
     sizes = ", ".join(map(str, batches))
@@ -210,12 +211,12 @@ def _timed(rehearsal: Rehearsal, batch: _Requests) -> list[str]:
     return [str(size), duration(seconds), duration(seconds / size), f"{size / seconds:,.0f}", shown_steps]
 
 
-def differences(alone: Sequence[Result], batches: Sizes) -> Iterator[str]:
+def differences(alone: Sequence[Result], batches: Sizes, datatype: str = "") -> Iterator[str]:
     """A sentence for each batch in which a request was answered in another way than alone. Requests take
-    turns with the bodies of `alone`."""
+    turns with the bodies of `alone`. `datatype`: of the numbers in octet-stream, if it is known."""
     for size, batch in batches.items():
         for number, (result, expected) in enumerate(zip(batch.results, cycle(alone), strict=False), 1):
-            if not _are_same(result, expected):
+            if not _are_same(result, expected, datatype):
                 yield (
                     f"Request {number} of a batch of {size} is answered\n    {_shown(result)}\n"
                     f"and alone\n    {_shown(expected)}"
@@ -223,11 +224,13 @@ def differences(alone: Sequence[Result], batches: Sizes) -> Iterator[str]:
                 break
 
 
-def _are_same(result: Result, expected: Result) -> bool:
+def _are_same(result: Result, expected: Result, datatype: str) -> bool:
     if OK not in (result.status, expected.status):
         return result.status == expected.status  # the words may name a place in the batch
     if result.status != expected.status or result.body is None or expected.body is None:
         return False
+    if datatype in WIDTHS and result.content_type == expected.content_type == RAW:
+        return are_close(*[from_bytes(datatype, (-1,), body) for body in (result.body, expected.body)])
     return are_close(_value(result), _value(expected))
 
 

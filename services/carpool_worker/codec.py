@@ -38,6 +38,7 @@ from carpool.wire.tensors import (
     check_bools,
     converted,
     tensor_head,
+    to_be_sent,
     to_bytes,
 )
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Example, Execution, Frame
@@ -373,7 +374,7 @@ class Codec:
             is_value_of_bytes = run.content_type == RAW and not (wanted or self.has_tensors)
             head = None if is_value_of_bytes else heads.get(wanted or run.content_type)
             if head is None:
-                arrays = arrays or frames.unstack(parts, len(positions), payload)
+                arrays = arrays or frames.unstack(parts, len(positions), payload, to_be_sent)
                 of_values = [_row(arrays, index) for index in of_run]
                 self._take_values(execution, run, start, positions[of_run.start : of_run.stop], of_values)
                 continue
@@ -570,7 +571,7 @@ def _wrong_shape(shape: Sequence[int], spec: TensorSpec) -> InvalidArgumentError
 def _unpack(payload: Buffer) -> list[Any]:
     """The model's results; an exception replaces one that cannot be unpacked."""
     try:
-        values: list[Any] = frames.unpack_values(payload)
+        values: list[Any] = frames.unpack_results(payload)
     except Exception:
         return frames.unpack_each(payload)
     return values

@@ -21,6 +21,7 @@ from carpool.prometheus import OF_WEB_PROGRAMS
 from carpool.readiness import wait_until_ready
 from carpool_worker.devices import with_threads
 from carpool_worker.model_process.frames import (
+    Again,
     Ending,
     FrameHeader,
     LoadFailed,
@@ -31,6 +32,7 @@ from carpool_worker.model_process.frames import (
     Ready,
     StrayBytesError,
     message_parts,
+    read_answer,
     read_load_result,
 )
 
@@ -94,6 +96,7 @@ class ProcessHandle:
         self.raised: list[Raised] = []  # what the process told; for the log, which takes it
         # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
         self._sent = self._received = 0
+        self._unanswered: deque[tuple[FrameHeader, tuple[Buffer, ...]]] = deque()  # frames, oldest first
 
     def start(self) -> Ready:
         """Start the process and load the model. Raises ModelLoadError."""
@@ -120,6 +123,7 @@ class ProcessHandle:
         self._sock, self._reader = ours, MessageReader(ours)
         self.descriptor = ours.fileno()
         self._sent = self._received = 0
+        self._unanswered.clear()
         self._backlog.clear()
         self._spawned_s, self._ended_because = time.monotonic(), ""
 
@@ -194,6 +198,7 @@ class ProcessHandle:
     def send(self, header: FrameHeader, *payload: Buffer) -> None:
         """Send a frame, or put what does not fit into the pipe into the backlog."""
         self._sent += 1
+        self._unanswered.append((header, payload))
         self.send_message((*header[:-1], self._sent), *payload)
 
     def send_message(self, header: object, *payload: Buffer) -> None:
@@ -222,14 +227,25 @@ class ProcessHandle:
         Raises ProcessGoneError, also for an outcome out of order: the frames of all later ones would be
         unknown.
         """
-        message = self.receive_message(OutcomeHeader.read)
+        message = self.receive_message(read_answer)
         if message is None:
             return None
         header, payload = message
+        if isinstance(header, Again):
+            self._send_again(header)
+            return None
         self._received += 1
         if header.number != self._received or header.number > self._sent:
             self._end("it sent an outcome out of order, as a process does that the model forked")
+        self._unanswered.popleft()
         return header, payload
+
+    def _send_again(self, wanted: Again) -> None:
+        """Send the oldest frame without an outcome once more. Raises ProcessGoneError for another one."""
+        if not self._unanswered or wanted.number != self._received + 1:
+            self._end("it asked for a frame out of order, as a process does that the model forked")
+        header, payload = self._unanswered[0]
+        self.send_message((*header[:-1], wanted.number), *payload)
 
     def receive_message(self, read: Callable[[Sequence[Any]], Message]) -> tuple[Message, Buffer] | None:
         """The next message, as `read` makes it from its header's fields, and its payload; None if it has not

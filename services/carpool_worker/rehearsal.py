@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from carpool.errors import OK, CarpoolError
@@ -32,11 +33,12 @@ Validate = Callable[[Any], object]
 
 class Rehearsed(NamedTuple):
     """What became of a batch: the result of each body, in order, and the time in the model. `steps`: how many
-    a stepping model took."""
+    a stepping model took. `datatype`: of the one array that the results are rows of; empty without one."""
 
     results: list[Result]
     compute_us: int
     steps: int = 0
+    datatype: str = ""
 
 
 class Rehearsal:
@@ -71,12 +73,16 @@ class Rehearsal:
         if isinstance(self._model, SteppingModel):
             return self._generate(self._model, execution)
         self._codec.prepare(execution, 0)
+        datatypes: set[str] = set()
         for frame in execution.frames:
-            payload = bytearray().join(frame.payload)
-            header, results = execute_frame(self._model, frame.header, payload, self._keep)
-            self._codec.take_outcome(execution, frame, header, b"".join(results))
+            sent = partial(bytearray().join, frame.payload)
+            header, payload = execute_frame(self._model, frame.header, sent(), sent, self._keep)
+            self._codec.take_outcome(execution, frame, header, b"".join(payload))
+            datatypes.add(header.parts[0][1] if len(header.parts) == 1 else "")
         execution.separate()
-        return Rehearsed(_in_order(execution), execution.compute_us)
+        datatypes = {spec.datatype for spec in self._model.outputs} or datatypes
+        datatype = datatypes.pop() if len(datatypes) == 1 else ""
+        return Rehearsed(_in_order(execution), execution.compute_us, datatype=datatype)
 
     def _generate(self, model: SteppingModel, execution: Execution) -> Rehearsed:
         """Step requests until all have ended."""
@@ -134,7 +140,7 @@ def _take(execution: Execution, advance: Advance, *, has_tensors: bool) -> None:
         execution.fail(advance.key, *advance.failure)
     elif advance.output is not None:
         run, _ = execution.locate(advance.key)
-        (value,) = frames.unpack_values(advance.output)
+        (value,) = frames.unpack_results(advance.output)
         try:
             wanted = accepted(run.extra)
             content_type = result_type(run.content_type, wanted, value, has_tensors=has_tensors)

@@ -215,7 +215,7 @@ class StepExecution:
     def _succeed(self, output: bytes, size: int) -> None:
         run = self.run
         try:
-            (value,) = frames.unpack_values(output)
+            (value,) = frames.unpack_results(output)
             content_type = self._type_of(value)
             body = encode_result_body(content_type, value)
             if len(body) > self.result_bytes_max:
@@ -280,8 +280,9 @@ class StepExecution:
     def _chunks(self, *, is_behind: bool) -> list[KeptChunk]:
         """The emitted chunks; as one if the reader is behind, or they are many."""
         if is_behind or len(self._emitted) > WRITTEN_TOGETHER_MAX:
-            return [self._chunk(0, [value for kept in self._emitted for value in frames.unpack_values(kept)])]
-        return [self._chunk(at, frames.unpack_values(kept), kept) for at, kept in enumerate(self._emitted)]
+            values = [value for kept in self._emitted for value in frames.unpack_results(kept)]
+            return [self._chunk(0, values)]
+        return [self._chunk(at, frames.unpack_results(kept), kept) for at, kept in enumerate(self._emitted)]
 
     def _chunk(self, offset: int, values: list[Any], kept: bytes | None = None) -> KeptChunk:
         run = self.run

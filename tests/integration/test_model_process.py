@@ -34,6 +34,7 @@ from carpool_worker.execution import Execution
 from carpool_worker.fetcher import Fetcher
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import (
+    Again,
     FrameHeader,
     OutcomeHeader,
     ProcessGoneError,
@@ -152,6 +153,17 @@ class UnloadsSlowly(Commanded):
         while not Path(__file__).with_name("unload").exists():
             time.sleep(0.001)
         super().unload()
+
+class InPlace:
+    """Doubles its batch in place, and raises on a batch with a 6."""
+    inputs = [TensorSpec("x", "FP32", (-1,))]
+    outputs = [TensorSpec("y", "FP32", (-1,))]
+    def predict(self, batch):
+        has_six = (batch == 6).any()
+        batch *= 2
+        if has_six:
+            raise RuntimeError("six")
+        return batch
 
 class Doubling:
     max_batch_sise = 4
@@ -1193,6 +1205,34 @@ def killed_if_hanging(process: ProcessHandle) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
+
+
+@pytest.mark.parametrize("length", [2, 100_000], ids=["small", "larger than the pipe"])
+def test_halves_of_a_batch_that_the_model_changed_start_from_what_was_sent(
+    bench_of: Callable[[str], Bench], monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """The process asks for the frame again. Frames that were sent ahead arrive before it."""
+    monkeypatch.setattr(process_handle, "_SOCKET_BYTES", 4096)
+    bench = bench_of("InPlace")
+    rows = [np.full(length, number, np.float32) for number in (1, 6, 3, 5)]
+    with killed_if_hanging(bench.replica.process):
+        executions = [bench.take(*rows, content_type=MSGPACK) for _ in range(3)]
+        for execution in executions:
+            results = bench.finish(execution)
+            assert results.pop(1) == "INTERNAL"
+            assert [(len(row), set(row.tolist())) for row in results] == [
+                (length, {2 * n}) for n in (1, 3, 5)
+            ]
+            assert not execution.deaths
+
+
+def test_frame_that_is_asked_for_out_of_order_ends_the_process(process_of: Start) -> None:
+    process = process_of("Commanded")
+    process.start()
+    forged = b"".join(message_parts(Again(7).message())).hex()
+    process.send(FrameHeader(first=0, size=1), pack_values([f"write-and-wait {forged}"]))
+    with pytest.raises(ProcessGoneError, match="asked for a frame out of order"):
+        received(process)
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["sent ahead", "sent when due"])

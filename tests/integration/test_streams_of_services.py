@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, Final
 
 import pytest
@@ -19,16 +21,43 @@ from support.models.stepping import SLOTS, chunk_after, text_of
 from support.stack import Stack
 from support.waiting import wait_until
 
-MODELS: Final = ("stepping.py:Chain", "stepping.py:countdown", "square")
+MODELS: Final = ("stepping.py:Chain", "square")
+README: Final = Path(__file__).parents[2] / "README.md"
 ENDLESS: Final = {"length": 10**9, "step_s": 0.01}
 
 
 @pytest.fixture
 def stack(stacks: Callable[[Path], Stack]) -> Stack:
-    """A stack shared by this module."""
+    """A stack shared by this module. Its `countdown` is the program of the README."""
     stack = stacks(SERVERS[0])
-    stack.serve(*MODELS)
+    example = stack.home / "count.py"
+    example.write_text(dedent(streaming_example()[0]), encoding="utf-8")
+    stack.serve(*MODELS, f"{example}:countdown")
     return stack
+
+
+def streaming_example() -> tuple[str, list[str]]:
+    """The program `count.py` of the README, and the commands below it."""
+    text = README.read_text(encoding="utf-8")
+    (found,) = re.findall(r"\n((?:    # count\.py\n)(?:    .*\n|\n)+)", text)
+    program, *commands = re.split(r"^    \$ \.venv/bin/carpool ", found, flags=re.MULTILINE)
+    return program, [command.strip() for command in commands]
+
+
+def test_streaming_example_of_the_readme_runs_as_it_stands(stack: Stack) -> None:
+    up, infer = streaming_example()[1]
+    assert up == "up count.py:countdown"
+    done = carpool(stack.url, *infer.split())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n2\n1\n", "")
+
+
+async def test_streaming_line_of_the_readmes_producer_runs_as_it_stands(stack: Stack) -> None:
+    (line,) = re.findall(r"^ +(async for chunk in client\.stream\(.*?\):)", README.read_text(), re.MULTILINE)
+    program = f"async def read(client):\n chunks = []\n {line}\n  chunks.append(chunk)\n return chunks"
+    names: dict[str, Any] = {}
+    exec(program, names)  # noqa: S102
+    async with AsyncClient(stack.url) as client:
+        assert await names["read"](client) == [3, 2, 1]
 
 
 async def collect(stream: AsyncStream) -> list[Any]:

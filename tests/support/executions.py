@@ -104,12 +104,23 @@ def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[O
     return executed_by(model, frame)
 
 
+class _SentOnce(model_process._Frames):
+    """A frame over a socket, of which nobody reads while it is executed: it has the payload once more."""
+
+    sent: Buffer = b""
+
+    def again(self, _number: int) -> Buffer:
+        return self.sent
+
+
 def executed_by(model: LoadedModel, frame: Frame) -> tuple[OutcomeHeader, Buffer]:
     """The outcome of a frame by a loaded model, from the model process's own code over a real socket."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.send_message(ours, frame.header, *frame.payload)
-        model_process._execute_next(frames.MessageReader(theirs), theirs, model, RaisedLog(lambda _: None))
+        received = _SentOnce(theirs)
+        received.sent = bytearray().join(frame.payload)
+        model_process._execute_next(received, theirs, model, RaisedLog(lambda _: None))
         header, payload = frames.MessageReader(ours).receive()
         return OutcomeHeader(*header), payload
 

@@ -65,6 +65,20 @@ class Scaled:
     def predict(self, batch):
         return np.cumsum(batch * np.float32(1.0001), axis=1)
 
+class Tensors:
+    # Rounds a little differently in batches; or depends on them.
+    max_batch_size = 8
+    inputs = [TensorSpec("x", "FP32", (3,))]
+    by = 1e-6
+    def predict(self, batch):
+        return batch * np.float32(1 + self.by * len(batch))
+
+class Declared(Tensors):
+    outputs = [TensorSpec("y", "BF16", (3,))]
+
+class Mixed(Tensors):
+    by = 0.1
+
 class Total:
     max_batch_size = 8
     states = [StateSpec("sum", "FP64", (-1,))]
@@ -207,6 +221,13 @@ def test_content_type_and_fields_reach_the_model(checked: Check) -> None:
     assert (status, "body 1: 4 bytes of text/plain" in printed) == (0, True)
     status, printed = checked("Greeting", "Ada", "--field", "language=fr")
     assert (status, 'body 1: "fr Ada"' in printed) == (0, True)
+
+
+@pytest.mark.parametrize(("model", "status"), [("Tensors", 0), ("Declared", 0), ("Mixed", 1)])
+def test_tensors_in_octet_stream_are_compared_as_numbers(checked: Check, model: str, status: int) -> None:
+    Path("numbers").write_bytes(np.array([0.1, 2.3, 4.5], np.float32).tobytes())
+    found, printed = checked(model, "@numbers", "--content-type", "application/octet-stream")
+    assert found == status, printed
 
 
 def test_model_of_the_readme_runs_with_torch(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,10 @@ def run(
 ) -> Outcome:
     """The outcome of these bodies with this function as the model."""
     model = LoadedModel(lambda batch, _: predict(batch), outputs=tuple(outputs), **hooks)
-    items = StackedItems(bodies) if isinstance(bodies, dict) else ListItems(bodies)
-    return execute(model, items, ())
+    if not isinstance(bodies, dict):
+        return execute(model, ListItems(bodies), ())
+    sent = {name: array.copy() for name, array in bodies.items()}
+    return execute(model, StackedItems(bodies, lambda: sent), ())
 
 
 class Counting:
@@ -112,7 +114,8 @@ def test_request_that_expired_while_its_frame_waited_is_not_executed(
     redis_us = time.monotonic_ns() // 1000 + redis_ahead_us
     deadlines = [(1, None if ago is None else redis_us - ago) for ago in ago_us]
     frame = FrameHeader(0, 3, deadlines=deadlines, redis_ahead_us=redis_ahead_us)
-    header, _ = execute_frame(LoadedModel(lambda batch, _: predict(batch)), frame, msgpack.packb([1, 2, 3]))
+    model, sent = LoadedModel(lambda batch, _: predict(batch)), msgpack.packb([1, 2, 3])
+    header, _ = execute_frame(model, frame, sent, lambda: sent)
     in_time = [number + 1 for number in range(3) if number not in late]
     assert called == ([in_time] if in_time else [])
     assert tuple(header.failures) == late and header.executed == len(in_time)
@@ -407,6 +410,35 @@ def test_model_that_modifies_its_dict_of_inputs_does_not_affect_the_halves() -> 
     outcome = run(predict, {"a": np.arange(3), "b": np.full(3, 10)}, [TensorSpec("y", "INT64", ())])
     assert outcome.failures == {2: failed("bad")}
     assert stacked(outcome) == {"y": [10, 11]}
+
+
+def test_batch_is_brought_again_only_if_the_model_raises_and_never_copied_before() -> None:
+    sent = np.arange(8.0)
+    brought: list[int] = []
+    batches: list[Any] = []
+
+    def again() -> Stacked:
+        brought.append(len(batches))
+        return {"x": np.arange(8.0)}
+
+    def predict(batch: Any) -> Any:
+        batches.append(batch)
+        is_bad = 5 in batch
+        batch *= 2  # in place
+        if is_bad:
+            raise ValueError("bad")
+        return batch
+
+    model = LoadedModel(lambda batch, _: predict(batch), outputs=(TensorSpec("y", "FP64", ()),))
+    outcome = execute(model, StackedItems({"x": sent[:4]}, again), ())
+    assert (stacked(outcome), len(batches), brought) == ({"y": [0, 2, 4, 6]}, 1, [])
+    assert batches[0].base is sent, "a copy"
+
+    sent[:] = np.arange(8.0)
+    outcome = execute(model, StackedItems({"x": sent}, again), ())
+    assert outcome.failures == {5: failed("bad")}
+    assert stacked(outcome) == {"y": [0, 2, 4, 6, 8, 12, 14]}
+    assert brought == [2], "once, after the call that raised"
 
 
 def test_declared_output_is_stacked_under_its_name() -> None:

@@ -256,6 +256,29 @@ def test_missing_onnxruntime_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_batch_dimension_fixed_at_one_is_rejected(tmp_path: Path) -> None:
     error = load_error(tmp_path, tiny_onnx.identity(Value("image", [1, 3])))
     assert "cannot be batched" in error and "'image' is fixed at 1" in error
+    assert f"execute each request alone with max_batch_size = 1 in {tmp_path}" in error
+
+
+@pytest.mark.parametrize("first", [1, "N", None])
+def test_batch_dimension_fixed_at_one_is_served_one_request_at_a_time(
+    tmp_path: Path, first: int | str | None
+) -> None:
+    graph = tiny_onnx.model(
+        [Value("image", [1, 3]), Value("other", [first, 3])],
+        [Value("y", [1, 3])],
+        [Node("Add", ["image", "other"], ["y"])],
+        {"carpool.max_batch_size": "1"},
+    )
+    model = loaded(tmp_path, graph)
+    assert model.max_batch_size == 1
+    assert [spec.shape for spec in (*model.inputs, *model.outputs)] == [(3,)] * 3
+    row = np.array([[1, 2, 3]], np.float32)
+    np.testing.assert_array_equal(model.predict({"image": row, "other": row}), row * 2)
+
+
+def test_batch_dimension_fixed_at_another_size_is_rejected_for_one_request_at_a_time(tmp_path: Path) -> None:
+    graph = tiny_onnx.identity(Value("x", [8, 3]), {"carpool.max_batch_size": "1"})
+    assert "input 'x' is fixed at 8" in load_error(tmp_path, graph)
 
 
 def test_batch_dimension_of_fixed_size_is_rejected(tmp_path: Path) -> None:

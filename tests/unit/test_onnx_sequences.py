@@ -99,6 +99,27 @@ def test_states_are_inputs_of_the_next_request(tmp_path: Path) -> None:
         assert outputs["started"].ravel().tolist() == [float(info.sequence_start) for info in infos]
 
 
+@pytest.mark.parametrize("axis", ["", "axis = 0\n"])
+def test_states_of_one_sequence_at_a_time(tmp_path: Path, axis: str) -> None:
+    """A graph whose batch is fixed at 1, in its request, its control and its state."""
+    content = tiny_onnx.model(
+        [Value("x", [1, 2]), Value("sum", [1, 2]), Value("start", [1, 1])],
+        [Value("total", [1, 2]), Value("next", [1, 2]), Value("started", [1, 1])],
+        [
+            Node("Add", ["x", "sum"], ["total"]),
+            Node("Identity", ["total"], ["next"]),
+            Node("Identity", ["start"], ["started"]),
+        ],
+    )
+    toml = f"max_batch_size = 1\n{STATES}{axis}[controls]\nSTART = {{ input = 'start' }}\n"
+    model = loaded(tmp_path, content, toml)
+    assert model.states == (StateSpec("sum", "FP32", (-1, 2), output="next"),)
+    row = np.array([[1, 2]], np.float32)
+    outputs, new = model.predict(row, {"sum": row}, [request("7", start=True)])
+    assert outputs["total"].tolist() == new["sum"].tolist() == [[2, 4]]
+    assert outputs["started"].tolist() == [[1]]
+
+
 def transposed(sum_shape: Sequence[Any] = (2, "N"), next_shape: Sequence[Any] = (2, "N")) -> bytes:
     """A graph that adds, with the batch in the second dimension of its state."""
     return tiny_onnx.model(

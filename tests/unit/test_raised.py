@@ -95,7 +95,8 @@ class Told(list[Raised]):
         loaded = adapt(model, "cpu")
         assert isinstance(loaded, LoadedModel)
         frame = FrameHeader(0, len(bodies))
-        header, _ = execute_frame(loaded, frame, pack_values(list(bodies)), self.raised.observe)
+        sent = pack_values(list(bodies))
+        header, _ = execute_frame(loaded, frame, sent, lambda: sent, self.raised.observe)
         return self.raised.named(header)
 
     @property

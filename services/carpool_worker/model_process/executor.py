@@ -22,7 +22,15 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.failures import Observe, WrongOutputError, failure_of, not_observed
 from carpool_worker.model_process.frames import Failure, FrameHeader
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
-from carpool_worker.model_process.outputs import Results, Returned, Stacked, join, results_of, without
+from carpool_worker.model_process.outputs import (
+    Results,
+    Returned,
+    Stacked,
+    join,
+    results_of,
+    settled,
+    without,
+)
 from carpool_worker.model_process.states import States
 
 _LATE: Final = (
@@ -76,7 +84,15 @@ class ListItems:
         return frames.unpack_bodies(self._packed[self._places[index]])
 
     def select(self, indexes: Sequence[int]) -> list[Any]:
+        if len(indexes) == len(self._values) and not any(self._handed_out):  # the usual case
+            self._handed_out = [True] * len(self._handed_out)
+            return list(self._values)
         return [self.item(index) for index in indexes]
+
+    def key(self, index: int) -> Any:
+        """What a model may have used as the key of a dict: not handed out, because of a body that can be
+        changed only the type is true."""
+        return self._values[index]
 
     def spread(self, indexes: Mapping[int, int], count: int) -> list[Any]:
         return [self.item(indexes[row]) if row in indexes else None for row in range(count)]
@@ -85,12 +101,15 @@ class ListItems:
 class StackedItems:
     """Bodies of a model that declares tensors: `predict` gets one stacked array, or several by name.
 
-    What it gets is a copy, because it may be halved after the model has written into it; a batch of one is
-    not.
+    All of them together are handed out as they are. If they are wanted once more, the model may have written
+    into them: then they are asked for `again`. Single ones, halves and rows of slots are copies.
     """
 
-    def __init__(self, arrays: Stacked) -> None:
+    def __init__(self, arrays: Stacked, again: Callable[[], Stacked] | None = None) -> None:
+        """`again` brings the arrays as they were sent. None: nothing is wanted after all were handed out."""
         self._arrays = arrays
+        self._again = again
+        self._is_handed_out = False
         first = next(iter(arrays.values()))
         self._count = len(first)
         self._is_one = len(arrays) == 1
@@ -99,21 +118,27 @@ class StackedItems:
         return self._count
 
     def item(self, index: int) -> Any:
-        rows = {name: _copied(array[index]) for name, array in self._arrays.items()}
+        rows = {name: _copied(array[index]) for name, array in self._as_sent().items()}
         return next(iter(rows.values())) if self._is_one else rows
 
     def select(self, indexes: Sequence[int]) -> Any:
+        arrays = self._as_sent()
         if len(indexes) < self._count:
-            selected = {name: array[list(indexes)] for name, array in self._arrays.items()}
-        elif self._count > 1:  # it may be wanted again
-            selected = {name: array.copy() for name, array in self._arrays.items()}
+            selected = {name: array[list(indexes)] for name, array in arrays.items()}
         else:
-            selected = {name: _writable(array) for name, array in self._arrays.items()}
+            selected = {name: _writable(array) for name, array in arrays.items()}
+            self._is_handed_out = True
         return next(iter(selected.values())) if self._is_one else selected
 
     def spread(self, indexes: Mapping[int, int], count: int) -> Any:
-        spread = {name: _spread(array, indexes, count) for name, array in self._arrays.items()}
+        spread = {name: _spread(array, indexes, count) for name, array in self._as_sent().items()}
         return next(iter(spread.values())) if self._is_one else spread
+
+    def _as_sent(self) -> Stacked:
+        if self._is_handed_out:
+            assert self._again is not None
+            self._arrays, self._is_handed_out = self._again(), False
+        return self._arrays
 
 
 def _copied(row: Any) -> Any:
@@ -131,11 +156,13 @@ def _spread(array: Array, indexes: Mapping[int, int], count: int) -> Array:
     return rows
 
 
-def decode_items(frame: FrameHeader, payload: Buffer) -> Items:
-    """The bodies in a frame's payload, without states."""
-    if frame.parts:
-        return StackedItems(frames.unstack(frame.parts, frame.size, payload))
-    return ListItems(frames.unpack_bodies(payload), payload)
+def decode_items(frame: FrameHeader, payload: Buffer, again: Callable[[], Buffer] | None = None) -> Items:
+    """The bodies in a frame's payload, without states. `again`: see StackedItems; it brings the payload."""
+    if not frame.parts:
+        return ListItems(frames.unpack_bodies(payload), payload)
+    parts, count = frame.parts, frame.size
+    arrays = frames.unstack(parts, count, payload)
+    return StackedItems(arrays, again and (lambda: frames.unstack(parts, count, again())))
 
 
 class Outcome(NamedTuple):
@@ -234,6 +261,8 @@ def _attempt(
         failure = failure_of(error, INTERNAL)
         is_final = len(indexes) == 1 or is_of_output
     else:
+        if len(indexes) < len(given.items):  # the model may be called again, and use its arrays again then
+            results, wrong = settled(Returned(results, wrong))
         failures.update({indexes[row]: failure_of(error, INTERNAL) for row, error in wrong.items()})
         parts.append(results)
         return True
@@ -268,7 +297,7 @@ def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
 
     def keys() -> Iterator[Any]:
         if isinstance(items, ListItems):
-            return (items.item(index) for index in indexes)
+            return map(items.key, indexes)
         return (info.correlation_id for info in infos)
 
     if states is None:

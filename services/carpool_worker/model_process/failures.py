@@ -25,6 +25,10 @@ class WrongOutputError(Exception):
     """What the model returned is not one result for each item."""
 
 
+class UnclearOutputError(Exception):
+    """What the model returned for several items has two meanings. For one item it has one."""
+
+
 class BrokenDeviceError(Unhealthy):
     """The accelerator does not work any more, as the error says that the model raised: its cause."""
 

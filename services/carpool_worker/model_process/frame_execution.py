@@ -16,15 +16,24 @@ from carpool_worker.model_process.states import States
 
 
 def execute_frame(
-    model: LoadedModel, frame: FrameHeader, payload: Buffer, observe: Observe = not_observed
+    model: LoadedModel,
+    frame: FrameHeader,
+    payload: Buffer,
+    again: Callable[[], Buffer],
+    observe: Observe = not_observed,
 ) -> tuple[OutcomeHeader, list[Buffer]]:
     """The header of the outcome and its payload, in pieces. `observe` is told what the model raises. Raises
-    Unhealthy."""
+    Unhealthy.
+
+    The model gets the payload's memory, and may write into it: `again` brings the payload as it was sent.
+    """
     states = None
+    states_bytes = frame.size * len(model.initial_state)
     if model.states:
-        payload, rows = frames.divide_payload(payload, frame.size * len(model.initial_state))
+        payload, rows = frames.divide_payload(payload, states_bytes)
         states = States(model.states, rows, frame.size)
-    items, requests = decode_items(frame, payload), [RequestInfo(*info) for info in frame.requests]
+    items = decode_items(frame, payload, lambda: frames.divide_payload(again(), states_bytes)[0])
+    requests = [RequestInfo(*info) for info in frame.requests]
     is_late = _lateness(frame)
     late = [index for index in range(frame.size) if is_late(index)] if _is_one_late(frame) else ()
     started_ns = time.perf_counter_ns()

@@ -2,7 +2,8 @@
 
 A model process first sends the result of loading: Ready or LoadFailed. Then each frame that the worker sends
 is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. Raised may come
-ahead of either. A message is a msgpack header and a payload of raw bytes, over a socket pair.
+ahead of either, and Again ahead of an outcome, if the process wants the frame once more. A message is a
+msgpack header and a payload of raw bytes, over a socket pair.
 
 A model may write into the socket by mistake, for example to a descriptor that it has closed already. So both
 ends of a message are marked, and its lengths are believed only between the marks. Bytes that were written
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 import msgpack
@@ -26,7 +27,16 @@ import numpy as np
 from carpool.errors import RESOURCE_EXHAUSTED
 from carpool.model_settings import RESULT_BYTES_DEFAULT, ModelKind
 from carpool.parts import Buffer
-from carpool.wire.tensors import WIDTHS, Array, TensorSpec, datatype_of, from_bytes, tensor_map, to_bytes
+from carpool.wire.tensors import (
+    WIDTHS,
+    Array,
+    TensorSpec,
+    datatype_of,
+    from_bytes,
+    tensor_map,
+    to_be_sent,
+    to_bytes,
+)
 from carpool.wire.values import plain
 
 # Neither is text: 0xC1 is in no UTF-8, and begins nothing in msgpack.
@@ -46,9 +56,11 @@ _READY: Final = "ready"
 _LOAD_FAILED: Final = "load failed"
 _ENDING: Final = "ending"
 _RAISED: Final = "raised"
+_AGAIN: Final = "again"
 
 Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
+_Read = Callable[[str, Sequence[int], Buffer], Array]  # datatype, shape, bytes
 RequestFields = tuple[str, str, Mapping[str, bytes]]  # correlation ID, lane, fields for the model
 SequenceFields = tuple[
     str, str, Mapping[str, bytes], str, bool, bool
@@ -172,6 +184,26 @@ class Ending(NamedTuple):
     def read(cls, fields: Sequence[Any]) -> Self | None:
         """The message of which these are the header's fields; None if it is another one."""
         return cls(*fields[1:]) if fields and fields[0] == _ENDING else None
+
+
+class Again(NamedTuple):
+    """Model process to worker: the frame with this number, whose outcome is due next, is wanted once more.
+
+    The model may have changed its payload. The worker sends it as before, after what is on its way.
+    """
+
+    number: int
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_AGAIN, *self)
+
+
+def read_answer(fields: Sequence[Any]) -> OutcomeHeader | Again:
+    """What a model process sends for a frame, from its header. Raises ValueError if it is neither."""
+    if len(fields) == 2 and fields[0] == _AGAIN and type(fields[1]) is int:
+        return Again(fields[1])
+    return OutcomeHeader.read(fields)
 
 
 class ProcessGoneError(ConnectionError):
@@ -399,12 +431,17 @@ def unpack_bodies(data: Buffer) -> Any:
     return msgpack.unpackb(data, ext_hook=_unpack_writable, strict_map_key=False)
 
 
+def unpack_results(data: Buffer) -> Any:
+    """As `unpack_values`, for what is sent on: BF16 stays what it is."""
+    return msgpack.unpackb(data, ext_hook=_unpack_to_send, strict_map_key=False)
+
+
 def unpack_each(data: Buffer) -> list[Any]:
-    """The values of a packed list, each unpacked alone: an exception replaces one that cannot be unpacked."""
+    """The results of a packed list, each unpacked alone. An exception replaces one that cannot be."""
     values: list[Any] = []
     for place in places_in(data):
         try:
-            values.append(unpack_values(data[place]))
+            values.append(unpack_results(data[place]))
         except Exception as error:  # for example a tuple as a map's key, which comes back as a list
             values.append(error)
     return values
@@ -430,11 +467,15 @@ def _pack_other(value: Any) -> Any:
     return tensor if tensor["datatype"] == "BYTES" else msgpack.ExtType(_TENSOR, msgpack.packb(tensor))
 
 
-def _unpack_ext(code: int, data: bytes) -> Any:
+def _unpack_ext(code: int, data: bytes, read: _Read = from_bytes) -> Any:
     if code != _TENSOR:
         return msgpack.ExtType(code, data)
     tensor = msgpack.unpackb(data)
-    return from_bytes(tensor["datatype"], tensor["shape"], tensor["data"])
+    return read(tensor["datatype"], tensor["shape"], tensor["data"])
+
+
+def _unpack_to_send(code: int, data: bytes) -> Any:
+    return _unpack_ext(code, data, to_be_sent)
 
 
 def _unpack_writable(code: int, data: bytes) -> Any:
@@ -450,8 +491,9 @@ def part_bytes(part: Part, count: int) -> int:
     return WIDTHS[part[1]] * math.prod(part[2]) * count
 
 
-def unstack(parts: Sequence[Part], count: int, data: Buffer) -> dict[str, Array]:
-    """The stacked arrays that follow each other in `data`, each of shape (count, *shape).
+def unstack(parts: Sequence[Part], count: int, data: Buffer, read: _Read = from_bytes) -> dict[str, Array]:
+    """The stacked arrays that follow each other in `data`, each of shape (count, *shape), made by `read`:
+    `from_bytes`, or `to_be_sent` for results.
 
     A BYTES tensor's item is a packed list of strings. They are stacked as an array of str objects, because
     numpy's own strings are padded to the longest and lose trailing zeros.
@@ -467,7 +509,7 @@ def unstack(parts: Sequence[Part], count: int, data: Buffer) -> dict[str, Array]
             start += length
             continue
         end = start + part_bytes((name, datatype, shape), count)
-        arrays[name] = from_bytes(datatype, (count, *shape), view[start:end])
+        arrays[name] = read(datatype, (count, *shape), view[start:end])
         start = end
     return arrays
 

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Final, NoReturn
@@ -25,6 +26,7 @@ from typing import Final, NoReturn
 from carpool.errors import Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
+from carpool.parts import Buffer
 from carpool.plugins import UnusableError, reason_of
 from carpool.shown import shortened
 from carpool_worker.model_process import frames
@@ -131,18 +133,42 @@ def _leave_signals_to_the_worker() -> None:
 
 
 def _execute_all(sock: socket.socket, model: LoadedModel, raised: RaisedLog) -> None:
-    reader = frames.MessageReader(sock)
+    received = _Frames(sock)
     with contextlib.suppress(frames.ProcessGoneError):
         while True:
-            _execute_next(reader, sock, model, raised)
+            _execute_next(received, sock, model, raised)
 
 
-def _execute_next(
-    reader: frames.MessageReader, sock: socket.socket, model: LoadedModel, raised: RaisedLog
-) -> None:
-    fields, payload = reader.receive()
-    header, data = execute_frame(model, FrameHeader(*fields), payload, raised.observe)
+def _execute_next(received: _Frames, sock: socket.socket, model: LoadedModel, raised: RaisedLog) -> None:
+    frame, payload = received.next()
+    header, data = execute_frame(model, frame, payload, partial(received.again, frame.number), raised.observe)
     frames.send_message(sock, raised.named(header), *data)
+
+
+class _Frames:
+    """What the worker sends. Raises ProcessGoneError."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = frames.MessageReader(sock)
+        self._sent_ahead: deque[tuple[FrameHeader, Buffer]] = deque()  # before one that was wanted again
+
+    def next(self) -> tuple[FrameHeader, Buffer]:
+        """The next frame and its payload."""
+        return self._sent_ahead.popleft() if self._sent_ahead else self._receive()
+
+    def again(self, number: int) -> Buffer:
+        """The payload of the frame with this number, whose outcome was not sent yet, once more."""
+        frames.send_message(self._sock, frames.Again(number).message())
+        while True:
+            frame, payload = self._receive()
+            if frame.number == number:
+                return payload
+            self._sent_ahead.append((frame, payload))
+
+    def _receive(self) -> tuple[FrameHeader, Buffer]:
+        fields, payload = self._reader.receive()
+        return FrameHeader(*fields), payload
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -150,6 +150,16 @@ def read_signature(graph: Any, declaration: Declaration, path: Path) -> Signatur
     inputs = {value.name: value for value in graph.get_inputs()}
     outputs = {value.name: value for value in graph.get_outputs()}
     _check_declared(declaration, inputs, outputs)
+    if declaration.settings.get("max_batch_size") == 1:
+        axes = {
+            name: state.shape.index(-1) if state.shape and -1 in state.shape else state.axis
+            for state in declaration.states
+            for name in (state.input, state.output)
+        }
+        inputs, outputs = (
+            {name: _of_one(value, axes.get(name, 0)) for name, value in values.items()}
+            for values in (inputs, outputs)
+        )
     declared = {part.input for part in declaration.inputs}
     of_states = {state.output for state in declaration.states}
     of_requests = [value for name, value in inputs.items() if name not in declared]
@@ -174,6 +184,26 @@ def read_signature(graph: Any, declaration: Declaration, path: Path) -> Signatur
     )
     _check_inputs(of_requests, path)
     return signature
+
+
+class _Value(NamedTuple):
+    """An input or output of a graph, as onnxruntime's NodeArg."""
+
+    name: str
+    type: str
+    shape: Sequence[int | str | None]
+
+
+def _of_one(value: Any, axis: int | None) -> Any:
+    """An input or output of a graph for one request at a time, as one whose batch dimension varies: at
+    `axis`, or, if it is None, where its only 1 is."""
+    shape: list[int | str | None] = list(value.shape or ())
+    if axis is None and shape.count(1) == 1 and all(isinstance(size, int) for size in shape):
+        axis = shape.index(1)
+    if axis is None or not axis < len(shape) or shape[axis] != 1:
+        return value
+    shape[axis] = None
+    return _Value(value.name, value.type, shape)
 
 
 # --- of requests and results -------------------------------------------------------------------------------
@@ -212,7 +242,8 @@ def _check_inputs(inputs: Sequence[Any], path: Path) -> None:
     if len(fixed) == len(inputs) and set(fixed.values()) == {1}:
         raise ValueError(
             f"{path} takes one item at a time and cannot be batched: the batch dimension of "
-            f"{', '.join(map(repr, fixed))} is fixed at 1; {_FIX}"
+            f"{', '.join(map(repr, fixed))} is fixed at 1; {_FIX}, or execute each request alone with "
+            f"max_batch_size = 1 in {toml_path(path)}"
         )
     name, size = next(iter(fixed.items()))
     raise ValueError(f"{path}: the batch dimension (the first) of input {name!r} is fixed at {size}; {_FIX}")

@@ -61,6 +61,8 @@ DATATYPES: Final = frozenset(WIDTHS) | {"BYTES"}
 _CONVERTED: Final = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # kinds of dtypes -> from which
 _SIGNIFICANT_BITS: Final = {"FP16": 11, "BF16": 8, "FP32": 24, "FP64": 53}
 _BF16_BYTES: Final = 2
+# BF16 on its way through services, where float32 would be sent as FP32. No model and no client gets it.
+BFLOAT16: Final = np.dtype([("carpool:BF16", "<u2")])
 _INTEGER: Final = frozenset({int})
 _JSON_TYPES: Final = {  # the Python types of an element in JSON; of all datatypes not named here, int
     "BOOL": frozenset({bool}),
@@ -298,6 +300,12 @@ def from_bytes(datatype: str, shape: Sequence[int], data: Buffer) -> Array:
     return np.frombuffer(data, _DTYPES[datatype]).reshape(shape)
 
 
+def to_be_sent(datatype: str, shape: Sequence[int], data: Buffer) -> Array:
+    """As `from_bytes`, for what is sent on: BF16 stays what it is, an array of BFLOAT16."""
+    dtype = BFLOAT16 if datatype == "BF16" else _DTYPES[datatype]
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
 def to_bytes(array: Array, datatype: str) -> bytes:
     """Little-endian, row-major bytes of `array` as `datatype`. BF16 rounds to nearest, ties to even.
 
@@ -360,13 +368,22 @@ def why_lost(array: Array, datatype: str) -> str:
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    """Whether these are the numbers of BF16, as JAX and ml_dtypes have them. numpy itself has none."""
-    return dtype.kind == "V" and dtype.itemsize == _BF16_BYTES and dtype.name == "bfloat16"
+    """Whether these are the numbers of BF16, as JAX and ml_dtypes have them, or BFLOAT16. numpy itself has
+    none."""
+    if dtype.kind != "V" or dtype.itemsize != _BF16_BYTES:
+        return False
+    return dtype.name == "bfloat16" or dtype == BFLOAT16
 
 
 def from_bfloat16(array: Array) -> Array:
     """An array of `is_bfloat16` as float32."""
     return _widened(np.asarray(array).view(np.uint16))
+
+
+def to_bfloat16(array: Array) -> Array:
+    """An array of `is_bfloat16`, or of float32 whose numbers are those of BF16, as BFLOAT16."""
+    halves = np.asarray(array).view(np.uint16) if is_bfloat16(array.dtype) else _bf16_bits(array)
+    return np.asarray(halves, "<u2").view(BFLOAT16)
 
 
 def _in_floats(array: Array, datatype: str, dtype: np.dtype[Any]) -> tuple[Array, NDArray[np.bool_]]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from carpool.wire.tensors import Array, datatype_of, is_bfloat16, unmasked
+from carpool.wire.tensors import Array, datatype_of, from_bfloat16, is_bfloat16, unmasked
 
 _FLOAT_BYTES_MAX: Final = 8  # of a Python float
 
@@ -139,7 +139,9 @@ def _number(value: np.generic) -> Any:
     """A scalar of numpy as a plain value. Not `item` of each: that of a datetime is an integer for some
     units, and that of a structure is a tuple without its names."""
     dtype = value.dtype
-    if is_bfloat16(dtype) or (dtype.kind in "biuf" and dtype.itemsize <= _FLOAT_BYTES_MAX):
+    if dtype.kind in "biuf" and dtype.itemsize <= _FLOAT_BYTES_MAX:
         return value.item()
+    if is_bfloat16(dtype):
+        return from_bfloat16(np.asarray(value)).item()
     datatype_of(np.asarray(value))
     return value.item()
