@@ -83,6 +83,8 @@ from carpool_batcher.core.withdrawals import PendingWithdrawals, RequestsInFligh
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
+_Known = dict[str | None, set[str]]  # correlation IDs by address
+
 
 class Scheduler:
     """The batching of one model. Report events to it; `poll` returns what to do, `wake_at_us` when to poll.
@@ -183,7 +185,7 @@ class Scheduler:
         if run.sequence is not None or self._has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
-                return [refused] if self._has_sequences else list(self._answer_once(refused, set()))
+                return [refused] if self._has_sequences else list(self._answer_once(refused, {}))
         if self._producers:
             run.is_doubtful = self._producers.is_doubtful(run.producer)
         refusals = self._queue.admit(run, self._settings, now_us, self._is_sent_again)
@@ -205,7 +207,7 @@ class Scheduler:
         an answer for those that were sent again, and wait or are in flight. A limit of the model that they
         exceed now may have been a higher one before."""
         if not self._has_sequences:
-            return self._answer_once(refused, set())
+            return self._answer_once(refused, {})
         part = refused.breaks
         if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
             return (_unanswered(refused, refused.correlation_ids),)
@@ -461,10 +463,10 @@ class Scheduler:
         or is in flight: its answer is theirs."""
         if Refusal not in map(type, decisions):
             return decisions
-        known: set[tuple[str | None, str]] = set()
+        known: _Known = {}
         if self._queue.ids.is_repeated_popped:  # else no copy of a refused request is to be dispatched
-            dispatched = [run for one in decisions if type(one) is Dispatch for run in one.runs]
-            known.update((run.reply_to, name) for run in dispatched for name in run.correlation_ids)
+            for run in [run for one in decisions if type(one) is Dispatch for run in one.runs]:
+                known.setdefault(run.reply_to, set()).update(run.correlation_ids)
         decided: list[Decision] = []
         for one in decisions:
             if type(one) is Refusal:
@@ -473,18 +475,28 @@ class Scheduler:
                 decided.append(one)
         return decided
 
-    def _answer_once(self, refused: Refusal, known: set[tuple[str | None, str]]) -> Iterable[Refusal]:
+    def _answer_once(self, refused: Refusal, known: _Known) -> Iterable[Refusal]:
         """A Refusal of requests that do not wait, divided by whether they get this answer. They do not if
         they are `known`, to which they are added, or were sent again."""
-        again: list[int] = []
+        reply_to, of_address = refused.reply_to, known.setdefault(refused.reply_to, set())
         stand_in = refused.entry.id if refused.run is None else ""  # of each request with an invalid ID
+        different = set(refused.correlation_ids)
+        if (
+            len(different) == len(refused.correlation_ids)
+            and stand_in not in different
+            and of_address.isdisjoint(different)
+            and self._queue.ids.are_new(reply_to, different)
+            and self._ids_in_flight.are_new(reply_to, different)
+        ):
+            of_address |= different
+            return (refused,)
+        again: list[int] = []
         for at, name in enumerate(refused.correlation_ids):
             if name == stand_in:
                 continue
-            request = (refused.reply_to, name)
-            if request in known or self._is_sent_again(request):
+            if name in of_address or self._is_sent_again((reply_to, name)):
                 again.append(at)
-            known.add(request)
+            of_address.add(name)
         if not again:
             return (refused,)
         names, run = refused.correlation_ids, refused.run
