@@ -394,7 +394,10 @@ class ModelBatcher:
                     ended += scheduler.end_sequences(end.sequence_ids, end.place)
                     emptied.append(entry)
                 case _:
-                    refusals += _offer(scheduler, decoded, now_us)
+                    for start in range(0, len(decoded), PIECE_DECODED):
+                        if start:
+                            yield
+                        refusals += _offer(scheduler, decoded[start : start + PIECE_DECODED], now_us)
             if len(decoded) > PIECE_DECODED:
                 yield
         # Others were left unread on purpose, or may have been
@@ -671,7 +674,7 @@ class ModelBatcher:
 
 
 def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:
-    """Offer the runs of one entry to the scheduler. Returns the refusals."""
+    """Offer runs of one entry to the scheduler. Returns the refusals."""
     refusals: list[Refusal] = []
     for item in decoded:
         if type(item) is Run:
