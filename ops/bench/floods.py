@@ -2,10 +2,10 @@
 
     .venv/bin/python ops/bench/floods.py [--requests 1000000] [--entries 24] [--seconds 5]
 
-First a model is sent very many requests without bodies, 25 bytes each, which are all refused: how many a second,
-and the CPU time of each. Then it gets a backlog of each kind in `tests/support/hostile.py`, and meanwhile another
-model lone requests, one after another. Their latency is what their producer sees, and their queue delay what the
-batcher answers for: from arrival to dispatch, by Redis's clock. All on one machine.
+First a model is sent very many requests without bodies, 25 bytes each, which are all refused: how many a
+second, and the CPU time of each. Then it gets a backlog of each kind in `tests/support/hostile.py`, and
+meanwhile another model lone requests, one after another. Their latency is what their producer sees, and their
+queue delay what the batcher answers for: from arrival to dispatch, by Redis's clock. All on one machine.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def main() -> None:
     options = parser.parse_args()
     for reply_to in ("", "hostile") if options.requests else ():
         measure_refusals(options.requests, reply_to)
-    print("lone requests beside a backlog of       number  batcher/%    latency/ms: p50, p99, max     queue/ms: p50, p99, max")
+    columns = "latency/ms: p50, p99, max     queue/ms: p50, p99, max"
+    print(f"lone requests beside a backlog of       number  batcher/%    {columns}")
     for shape in (None, *PLAIN, *OF_SEQUENCES):
         if shape is None or options.kinds in shape.__name__:
             measure_delays(shape, options.entries, options.seconds)

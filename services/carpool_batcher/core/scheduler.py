@@ -52,7 +52,7 @@ A request is in exactly one state:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
@@ -443,19 +443,31 @@ class Scheduler:
 
     def poll(self, now_us: int) -> list[Decision]:
         """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
+        pieces = self.poll_in_pieces(now_us)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                decisions: list[Decision] = end.value
+                return decisions
+
+    def poll_in_pieces(self, now_us: int) -> Generator[None, None, list[Decision]]:
+        """As `poll`. Between the pieces nothing else may be called."""
         self._polled_us = now_us
         self._queue.bodies.begin_poll()
         if self._queue.delayed.requests:
             self._release(now_us)
-        decisions = self._deadlines.run_due(self._settings, now_us)
+        decisions: list[Decision] = []
         if self._deadlines.has_due(now_us):
-            return decisions  # very many have expired: first all of these, so that none is dispatched
+            decisions = yield from self._deadlines.run_due(self._settings, now_us)
+            if self._deadlines.has_due(now_us):
+                return decisions  # very many have expired: first all of these, so that none is dispatched
         if not self._has_sequences:
             decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
             return self._answered_once(decisions) if decisions else decisions
-        decisions += self._decide_sequences(now_us)
+        yield from self._decide_sequences(decisions, now_us)
         decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
-        decisions += self._decide_sequences(now_us)  # requests may have been refused
+        yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
 
     def _answered_once(self, decisions: list[Decision]) -> list[Decision]:
@@ -515,11 +527,16 @@ class Scheduler:
             if run.deadline_us is not None:
                 self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
 
-    def _decide_sequences(self, now_us: int) -> list[Decision]:
-        decided = self.sequences.decide(now_us)
-        self._queue.follow(decided)
-        self._deadlines.watch_again(decided.heads, self._settings)
-        return [*decided.refusals, *decided.changes, *decided.freed]
+    def _decide_sequences(self, decisions: list[Decision], now_us: int) -> Iterator[None]:
+        """Append what follows for sequences, in pieces."""
+        for number, decided in enumerate(self.sequences.decide(now_us)):
+            if number:
+                yield
+            self._queue.follow(decided)
+            self._deadlines.watch_again(decided.heads, self._settings)
+            decisions += decided.refusals
+            decisions += decided.changes
+            decisions += decided.freed
 
     def wake_at_us(self) -> int | None:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
