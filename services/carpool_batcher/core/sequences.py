@@ -50,7 +50,7 @@ from carpool_batcher.core.space import Space, lane_of_process
 from carpool_batcher.core.still_sequences import StillSequences
 from carpool_batcher.core.waiting_starts import WaitingStarts
 
-REFUSED_AT_ONCE: Final = 256  # in a piece
+REFUSED_AT_ONCE: Final = 256  # requests, or sequences that are looked at, in a piece
 REPLAYED_AT_ONCE: Final = 256  # events, in a piece
 BROKEN_MIN: Final = 1000  # broken sequences that are remembered in any case
 
@@ -418,8 +418,10 @@ class Sequences:
             yield from self._refuse_after(segment, place)
         self._breaks.clear()
         changed, self._changed = self._changed, {}
-        for sequence in changed:
+        for number, sequence in enumerate(changed, 1):
             self._advance(sequence, now_us)
+            if not number % REFUSED_AT_ONCE:
+                yield self._take_decided()
         self._begin_waiting(now_us)
         yield from self._refuse_doomed()
 
