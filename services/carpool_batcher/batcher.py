@@ -67,7 +67,7 @@ from carpool_batcher.entries import (
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
 from carpool_batcher.policies import Policies
-from carpool_batcher.refusal_parts import divide
+from carpool_batcher.refusal_parts import divide_in_pieces
 
 REPORT_INTERVAL_US: Final = 1_000_000
 REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
@@ -284,12 +284,13 @@ class ModelBatcher:
                 refusals, emptied = yield from self._admit(session)
                 now_us = self._clock.now_us()
             if session.backlog.oversized:
-                refusals += self._refuse_oversized(session, session.backlog.take_oversized(), now_us)
+                oversized = session.backlog.take_oversized()
+                refusals += yield from self._refuse_oversized(session, oversized, now_us)
         elif self.wake_at_us is not None and self.wake_at_us > self._turned_us:
             self._meter.woken(now_us - self.wake_at_us)
         self._turned_us = now_us
         self._carry_out_withdrawals(session, refusals, emptied, now_us)
-        decisions = scheduler.poll(now_us)
+        decisions = yield from scheduler.poll_in_pieces(now_us)
         if len(decisions) > PIECE_DECODED:
             yield
         yield from self._apply(session, decisions, refusals, emptied, now_us)
@@ -394,7 +395,7 @@ class ModelBatcher:
                     ended += scheduler.end_sequences(end.sequence_ids, end.place)
                     emptied.append(entry)
                 case _:
-                    refusals += _offer(scheduler, decoded, now_us)
+                    refusals += yield from _offer(scheduler, decoded, now_us)
             if len(decoded) > PIECE_DECODED:
                 yield
         # Others were left unread on purpose, or may have been
@@ -403,7 +404,7 @@ class ModelBatcher:
             self._meter.read(awaited, now_us)
         order.verify(fresh)
         if session.unread.become_read(entry_id):
-            self._complete_takeover(session)
+            yield from self._complete_takeover(session)
         if scheduler.settings.preserve_ordering:
             # A request that is refused on arrival gets no ticket, so that its result need not wait. Refuse it
             # first: should this batcher end before it did, the next one would decide anew who gets one.
@@ -415,9 +416,9 @@ class ModelBatcher:
         # The rest of an entry may have been put back in others by then.
         return refusals + [refusal.where_it_is() for refusal in ended], emptied
 
-    def _complete_takeover(self, session: LeaseSession) -> None:
+    def _complete_takeover(self, session: LeaseSession) -> Iterator[None]:
         """All that waited when this batcher took over was read. What was left then is read from now on."""
-        session.scheduler.sequences.complete()
+        yield from session.scheduler.sequences.complete_in_pieces()
         if session.unread.resumes_after is not None:
             session.subscription.requests.rewind(session.unread.resumes_after)
             session.backlog.requests.clear()
@@ -452,15 +453,15 @@ class ModelBatcher:
 
     def _refuse_oversized(
         self, session: LeaseSession, oversized: Sequence[OversizedEntry], now_us: int
-    ) -> list[Refusal]:
+    ) -> Generator[None, None, list[Refusal]]:
         """The refusals of entries that are too large to be read."""
         refusals: list[Refusal] = []
         for entry_id, flat, field, size_bytes in oversized:
             entry, decoded = refuse_oversized(entry_id, flat, field, size_bytes, now_us + CLOCK_LAG_US)
             session.entries[entry.id] = entry
-            refusals += _offer(session.scheduler, decoded, now_us)
+            refusals += yield from _offer(session.scheduler, decoded, now_us)
             if session.unread.become_read(entry_id):
-                self._complete_takeover(session)
+                yield from self._complete_takeover(session)
         return refusals
 
     # --- acting --------------------------------------------------------------------------------------------
@@ -501,7 +502,10 @@ class ModelBatcher:
         session.order.enter_if_any()
         ttl_ms = scheduler.settings.result_ttl_ms
         answered: list[Refusal] = []
-        for part in divide(refusals, emptied, changes_of_sequences, freed):
+        for part in divide_in_pieces(refusals, emptied, changes_of_sequences, freed):
+            if part is None:
+                yield
+                continue
             changes = self._store.refuse(
                 part.refusals, part.emptied, ttl_ms, part.changes, part.freed, scheduler.is_body_in_use
             )
@@ -670,14 +674,18 @@ class ModelBatcher:
         self._log.warning("report for carpool top not published", reason=str(error))
 
 
-def _offer(scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int) -> list[Refusal]:
-    """Offer the runs of one entry to the scheduler. Returns the refusals."""
+def _offer(
+    scheduler: Scheduler, decoded: Sequence[Decoded], now_us: int
+) -> Generator[None, None, list[Refusal]]:
+    """Offer the runs of one entry to the scheduler, in pieces. Returns the refusals."""
     refusals: list[Refusal] = []
-    for item in decoded:
+    for number, item in enumerate(decoded, 1):
         if type(item) is Run:
             refusals += scheduler.offer(item, now_us)
         elif type(item) is Refusal:
             refusals += scheduler.refuse_malformed(item)
+        if not number % PIECE_DECODED:
+            yield
     return refusals
 
 

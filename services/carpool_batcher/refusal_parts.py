@@ -14,7 +14,7 @@ So a part is bounded, and these rules make it safe to die between two of them:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from carpool.messages import Entry, Refusal, SequenceChange, SequencePart, SlotFreed
@@ -22,6 +22,7 @@ from carpool.rows import stored_names
 from carpool_batcher.core.batch_space import bytes_of
 
 PART_KEYS: Final = 1000  # of a part that has more than one entry, about
+PIECE_REFUSALS: Final = 4096  # looked at in a piece
 PART_BYTES: Final = 8 * 1024 * 1024  # that it puts back, likewise
 
 
@@ -62,7 +63,17 @@ def divide(
     freed: Sequence[SlotFreed],
 ) -> Iterator[Part]:
     """The parts, in the order in which they are to be written. One, if all of it is small."""
-    by_entry = _by_entry(refusals)
+    return (part for part in divide_in_pieces(refusals, emptied, changes, freed) if part is not None)
+
+
+def divide_in_pieces(
+    refusals: Sequence[Refusal],
+    emptied: Sequence[Entry],
+    changes: Sequence[SequenceChange],
+    freed: Sequence[SlotFreed],
+) -> Iterator[Part | None]:
+    """As `divide`, in pieces: None is the end of one in which no part was completed."""
+    by_entry = yield from _by_entry(refusals)
     keys = sum([of_entry.keys for of_entry in by_entry]) + len(emptied) + len(changes) + len(freed)
     put_back_bytes = sum([of_entry.put_back_bytes for of_entry in by_entry])
     if keys <= PART_KEYS and put_back_bytes <= PART_BYTES:
@@ -96,14 +107,21 @@ def without_earlier_breaks(changes: Sequence[SequenceChange]) -> list[SequenceCh
     return list(kept.values())
 
 
-def _by_entry(refusals: Iterable[Refusal]) -> list[_OfEntry]:
+def _by_entry(refusals: Iterable[Refusal]) -> Generator[None, None, list[_OfEntry]]:
     by_entry: dict[Entry, list[Refusal]] = {}
-    for refusal in refusals:
+    for number, refusal in enumerate(refusals, 1):
         by_entry.setdefault(refusal.entry, []).append(refusal)
-    return [
-        _OfEntry(of_entry, sum(map(_keys_of, of_entry)), _put_back_bytes(entry, of_entry))
-        for entry, of_entry in by_entry.items()
-    ]
+        if not number % PIECE_REFUSALS:
+            yield
+    of_entries: list[_OfEntry] = []
+    refusals_now = 0
+    for entry, of_entry in by_entry.items():
+        of_entries.append(_OfEntry(of_entry, sum(map(_keys_of, of_entry)), _put_back_bytes(entry, of_entry)))
+        refusals_now += len(of_entry)
+        if refusals_now >= PIECE_REFUSALS:
+            refusals_now = 0
+            yield
+    return of_entries
 
 
 def _keys_of(refusal: Refusal) -> int:

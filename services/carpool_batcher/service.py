@@ -34,7 +34,7 @@ from carpool.lifecycle import Loop
 from carpool.store.batcher import NotActiveError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.permissions import reason_of
-from carpool.store.reader import StreamReader, Subscription
+from carpool.store.reader import ReadSizes, StreamReader, Subscription
 from carpool.store.upkeep import Upkeep
 from carpool_batcher.batcher import ModelBatcher
 from carpool_batcher.meter import BatcherMetrics, Meter
@@ -103,7 +103,8 @@ class BatcherService:
         self._clock = RedisClock()
         self._link = Link(url, name=f"{name}:moves", key=self._key)
         self._upkeep = Upkeep(self._link, prefix, name, self._clock)
-        self._reader = StreamReader(url, name, key=self._key)
+        self._read_sizes = ReadSizes()
+        self._reader = StreamReader(url, name, key=self._key, sizes=self._read_sizes)
         self._models: dict[str, _Model] = {}
         self._subscribed: dict[Subscription, _Model] = {}  # those whose lease this batcher holds
         self._busy: dict[_Model, None] = {}
@@ -386,7 +387,7 @@ class BatcherService:
             self._end(model)
         self._link.close()
         self._reader.close()
-        self._reader = StreamReader(self._url, self._name, key=self._key)
+        self._reader = StreamReader(self._url, self._name, key=self._key, sizes=self._read_sizes)
         self._leases_at_s = 0.0
 
     def _report_error(self, error: Exception) -> None:

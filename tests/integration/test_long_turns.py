@@ -112,6 +112,30 @@ def test_each_piece_is_bounded_and_the_work_is_linear(
     assert sum(bench.calls_of_pieces) < CALLS_MAX * IN_ENTRY
 
 
+@pytest.mark.parametrize("end", ["ended by force", "idle"])
+def test_all_requests_of_one_sequence_are_refused_in_pieces(bench: CountedLoop, end: str) -> None:
+    """Given one sequence for which very many requests wait, and which ends, expect pieces as for an entry."""
+    bench.serve(has_sequences=True)
+    entries = 3
+    for at in range(entries):
+        indexes = range(at * IN_ENTRY + 1, (at + 1) * IN_ENTRY + 1)
+        requests = [
+            {"correlation_id": f"r{index}", "body": b"1", "sequence_index": index} for index in indexes
+        ]
+        bench.send([{"requests": msgpack.packb(requests), "sequence_id": "s", "reply_to": "them"}])
+    bench.run_until(lambda: bench.waiting() == entries * IN_ENTRY, "all wait")
+    bench.calls_of_pieces.clear()
+    if end == "ended by force":
+        bench.send([{"end_sequences": "s"}])
+    else:
+        bench.session().scheduler.sequences.idle_us = 1
+    bench.run_until(lambda: not bench.waiting() and bench.is_done(), "all are refused")
+    assert bench.link.call("XLEN", KEYS.requests) == 0
+    assert len(bench.calls_of_pieces) > entries
+    assert max(bench.calls_of_pieces) < 60 * IN_ENTRY  # those of a script, for one entry
+    assert sum(bench.calls_of_pieces) < 200 * entries * IN_ENTRY
+
+
 @pytest.mark.parametrize("shape", PLAIN, ids=lambda shape: shape.__name__)
 def test_a_flood_delays_a_request_to_another_model_by_a_few_pieces(
     bench: CountedLoop, shape: Callable[[int], Sent], monkeypatch: pytest.MonkeyPatch

@@ -14,8 +14,14 @@ from carpool.store import reader as reader_module
 from carpool.store.connection import CommandError
 from carpool.store.link_errors import LinkError
 from carpool.store.reader import (
+    ENTRY_BYTES_UNKNOWN,
+    ENTRY_SIZES_KEPT,
+    FULL_REPLIES,
+    READ_BYTES,
+    READ_BYTES_MIN,
     OversizedEntry,
     ReadResult,
+    ReadSizes,
     Stream,
     StreamReader,
     Subscription,
@@ -550,3 +556,47 @@ def test_entry_that_does_not_fit_beside_others_is_read_later(embedded: EmbeddedR
 
     wait_until(read, description="all are read, each by itself")
     reader.close()
+
+
+def test_a_reader_that_redis_cuts_off_asks_for_less(embedded: EmbeddedRedis, redis: Any) -> None:
+    """Given a limit of Redis below what a reader asks for, expect its successors to lose few connections,
+    and then to read all entries."""
+    entries, mib = 40, 1 << 20
+    add_together(redis, "m", *[mib] * entries)
+    limit = redis.config_get("client-output-buffer-limit")
+    redis.config_set("client-output-buffer-limit", f"normal {3 * mib} 0 0")
+    sizes, losses, after, got = ReadSizes(), 0, b"0-0", 0
+    while got < entries:
+        reader = StreamReader(embedded.url, "test", sizes=sizes)
+        subscription = reader.subscribe(Keys("m"), b"0-0")
+        subscription.requests.rewind(after)
+        try:
+            while got < entries:
+                for arrived in reader.read(5.0).arrived.values():
+                    got += len(arrived.requests)
+        except LinkError:
+            losses += 1
+            assert losses < 10, "it asks for too much again and again"
+        after = subscription.requests.after
+        reader.end(subscription)
+        reader.close()
+    redis.config_set("client-output-buffer-limit", limit["client-output-buffer-limit"])
+    assert losses > 0
+
+
+def test_what_a_reader_asks_for_grows_again() -> None:
+    sizes = ReadSizes()
+    for _ in range(100):
+        sizes.connection_lost()
+    assert sizes.read_bytes == READ_BYTES_MIN
+    for _ in range(FULL_REPLIES * 100):
+        sizes.full_reply()
+    assert sizes.read_bytes == READ_BYTES
+
+
+def test_sizes_of_entries_outlive_a_reader() -> None:
+    sizes = ReadSizes()
+    for number in range(2 * ENTRY_SIZES_KEPT):
+        sizes.keep(f"m{number}", number)
+    assert sizes.take(f"m{2 * ENTRY_SIZES_KEPT - 1}") == 2 * ENTRY_SIZES_KEPT - 1
+    assert sizes.take("m0") == ENTRY_BYTES_UNKNOWN

@@ -10,8 +10,8 @@ import msgpack
 import pytest
 
 from carpool.errors import DEADLINE_EXCEEDED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
-from carpool.keys import Keys
-from carpool.messages import Dispatch, Entry, Result, Run
+from carpool.keys import CORRELATION_ID_CHARS_MAX, Keys
+from carpool.messages import JSON, MSGPACK, Dispatch, Entry, Refusal, Result, Run
 from carpool.store.batcher import ANSWERS_MAX, CLAIMED_RANGES_MAX, BatcherStore
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.results import Address, Answer
@@ -55,7 +55,7 @@ def envelope_of(correlation_id: str) -> bytes:
 def test_colliding_correlation_ids_do_not_stop_redis(server: Path, tmp_path: Path) -> None:
     with Stack(tmp_path, binary=server, append_only=False) as stack:
         serve(stack)
-        ids = colliding(16 * IN_ENTRY, 128, [KEYS.result, envelope_of])
+        ids = colliding(16 * IN_ENTRY, 128, [KEYS.result, envelope_of, str])
         with Pings(stack.url) as pings:
             send_together(stack, ids, priority="11")
             wait_until(
@@ -106,6 +106,23 @@ def link(stack: Stack) -> Iterator[ObservedLink]:
     link = ObservedLink(stack.url)
     yield link
     link.close()
+
+
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+def test_alike_results_are_written_by_a_script_that_is_told_each_id_once(
+    stack: Stack, link: ObservedLink, content_type: str
+) -> None:
+    """Given IDs at the limits of the heads that msgpack has for texts, expect the encoder's envelopes."""
+    ids = [*("a" * chars for chars in (1, 31, 32, CORRELATION_ID_CHARS_MAX)), *map(str, range(100))]
+    entry = Entry(stack.send(MODEL, body="1"), 0)
+    refused = Refusal(entry, ids, None, content_type, INVALID_ARGUMENT, "input", DETAIL, warnings=("w",))
+    BatcherStore(link, KEYS).refuse([refused], [], TTL_MS)
+    _, _, arguments = link.scripts[-1]
+    assert arguments < 20  # the IDs are in the keys
+    for name in ids:
+        expected = Result(name, INVALID_ARGUMENT, content_type, detail=DETAIL, warnings=("w",))
+        assert stack.redis.lrange(KEYS.result(name), 0, -1) == [encode_result(expected)]
+        assert 0 < stack.redis.pttl(KEYS.result(name)) <= TTL_MS
 
 
 def test_a_batch_that_expires_is_answered_by_several_scripts(stack: Stack, link: ObservedLink) -> None:

@@ -146,8 +146,8 @@ def know_only_the_last_break(patch: Patch) -> None:
     original = Sequences.decide
 
     def decide(self: Sequences, now_us: int) -> Any:
-        decided = original(self, now_us)
-        return decided._replace(changes=refusal_parts.without_earlier_breaks(decided.changes))
+        for decided in original(self, now_us):
+            yield decided._replace(changes=refusal_parts.without_earlier_breaks(decided.changes))
 
     patch.setattr(Sequences, "decide", decide)
 

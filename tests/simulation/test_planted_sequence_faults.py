@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any, Final
 
 import pytest
@@ -91,7 +92,11 @@ def forget_a_follower(patch: Patch) -> None:
 
 @FAULTS.shown_by(examples.test_requests_before_a_break_are_served)
 def serve_what_comes_after_a_failure(patch: Patch) -> None:
-    patch.setattr(Segment, "after", lambda self, place: [])
+    def after(self: Segment, place: str) -> Generator[None, None, list[Run]]:
+        yield
+        return []
+
+    patch.setattr(Segment, "after", after)
 
 
 @FAULTS.found(examples=86)

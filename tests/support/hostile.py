@@ -16,6 +16,7 @@ from carpool.keys import Keys
 HOSTILE: Final = "hostile"
 
 Sent = list[dict[str, Any]]  # the fields of entries
+Shape = Callable[[int], Sent]  # of entries of so many requests
 
 
 def packed(count: int, of_request: Callable[[int], dict[str, Any]], **shared: Any) -> dict[str, Any]:
@@ -63,8 +64,9 @@ def of_different_costs(count: int) -> Sent:
     return [packed(count, lambda at: {"cost": at})]
 
 
-def without_bodies(count: int) -> Sent:
-    return [{"requests": msgpack.packb([{"correlation_id": f"r{at}"} for at in range(count)])}]
+def without_bodies(count: int, first: int = 0) -> Sent:
+    ids = range(first, first + count)
+    return [{"requests": msgpack.packb([{"correlation_id": f"r{at}"} for at in ids])}]
 
 
 def of_one_correlation_id(count: int) -> Sent:

@@ -12,7 +12,7 @@ however many lanes and deadlines an entry has.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from itertools import count
 from typing import Final, NamedTuple
 
@@ -26,6 +26,7 @@ from carpool_batcher.core.queue import Queue
 TURNAROUND_LEAD_RATIO: Final = 1.5  # urgent: this many turnarounds (dispatch to settled) before the deadline,
 LEAD_US_MIN: Final = 2000  # and this much more
 RUNS_OF_TIMER_MAX: Final = 256
+PIECE_RUNS: Final = 128  # of a timer, or timers, after which a piece ends
 EXPIRED_AT_ONCE: Final = 8192  # about: twice as many as are admitted at once, so that none is late for long
 
 
@@ -132,16 +133,21 @@ class Deadlines:
 
     # --- timers that are due -------------------------------------------------------------------------------
 
-    def run_due(self, settings: ModelSettings, now_us: int) -> list[Decision]:
-        """Handle the timers that are due by now. If these are very many, only some of them: see `has_due`."""
+    def run_due(self, settings: ModelSettings, now_us: int) -> Generator[None, None, list[Decision]]:
+        """Handle the timers that are due by now, in pieces of a timer. If these are very many, only some of
+        them: see `has_due`."""
         decisions: list[Decision] = []
+        handled = 0
         while len(decisions) < EXPIRED_AT_ONCE and self.has_due(now_us):
             timer = heapq.heappop(self._timers)[2]
+            handled += 1
             if type(timer) is BatchTimer:
                 decisions += self._check_batch(timer.batch_id, now_us)
             elif type(timer) is RunTimer:
                 self._forget_latest(timer)
                 decisions += self._check_runs(timer, settings, now_us)
+                if len(timer.runs) > PIECE_RUNS or not handled % PIECE_RUNS:
+                    yield
         return decisions
 
     def has_due(self, now_us: int) -> bool:

@@ -46,6 +46,11 @@ class WaitingIds:
         reply_to, name = request
         return name in self._ids.get(reply_to, ())
 
+    def are_new(self, reply_to: str | None, names: set[str]) -> bool:
+        """Whether none of these requests waits. O(1) if none of this address does, else O(names)."""
+        waiting = self._ids.get(reply_to)
+        return not waiting or waiting.isdisjoint(names)
+
     def add(self, run: Run) -> None:
         """A run waits from now on."""
         names, waiting = run.correlation_ids, self._ids.get(run.reply_to)
@@ -133,18 +138,27 @@ class IdsInFlight:
     def __init__(self) -> None:
         self._named: dict[str, Sequence[Run]] = {}  # by batch; not indexed
         self._indexed: dict[str, list[_Request]] = {}  # by batch
-        self._batches: dict[_Request, str] = {}
+        self._batches: dict[str | None, dict[str, str]] = {}  # by address, then by correlation ID
 
     def __contains__(self, request: _Request) -> bool:
         if self._named:
             self._index()
-        return request in self._batches
+        reply_to, name = request
+        return name in self._batches.get(reply_to, ())
+
+    def are_new(self, reply_to: str | None, names: set[str]) -> bool:
+        """Whether none of these requests is in flight."""
+        if self._named:
+            self._index()
+        of_address = self._batches.get(reply_to)
+        return of_address is None or of_address.keys().isdisjoint(names)
 
     def _index(self) -> None:
         for batch_id, runs in self._named.items():
-            requests = [(run.reply_to, name) for run in runs for name in run.correlation_ids]
-            self._indexed[batch_id] = requests
-            self._batches.update(dict.fromkeys(requests, batch_id))
+            self._indexed[batch_id] = [(run.reply_to, name) for run in runs for name in run.correlation_ids]
+            for run in runs:
+                of_address = self._batches.setdefault(run.reply_to, {})
+                of_address.update(dict.fromkeys(run.correlation_ids, batch_id))
         self._named.clear()
 
     def launch(self, batch_id: str, runs: Sequence[Run]) -> None:
@@ -157,14 +171,21 @@ class IdsInFlight:
             if self._named:
                 self._index()
             for name in run.correlation_ids:
-                self._batches.pop((run.reply_to, name), None)
+                self._forget(run.reply_to, name, None)
 
     def end(self, batch_id: str) -> None:
         """A batch is not in flight any more."""
         if self._named.pop(batch_id, None) is None:
-            for request in self._indexed.pop(batch_id, ()):
-                if self._batches.get(request) == batch_id:
-                    del self._batches[request]
+            for reply_to, name in self._indexed.pop(batch_id, ()):
+                self._forget(reply_to, name, batch_id)
+
+    def _forget(self, reply_to: str | None, name: str, batch_id: str | None) -> None:
+        """A request is not in flight any more: in this batch, or in any if that is None."""
+        of_address = self._batches.get(reply_to)
+        if of_address is not None and batch_id in (None, of_address.get(name)):
+            of_address.pop(name, None)
+            if not of_address:
+                del self._batches[reply_to]
 
 
 class BodiesInUse:

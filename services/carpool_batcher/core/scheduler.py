@@ -52,7 +52,7 @@ A request is in exactly one state:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
@@ -82,6 +82,8 @@ from carpool_batcher.core.space import Processes
 from carpool_batcher.core.withdrawals import PendingWithdrawals, RequestsInFlight, Withdrawn
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
+
+_Known = dict[str | None, set[str]]  # correlation IDs by address
 
 
 class Scheduler:
@@ -183,7 +185,7 @@ class Scheduler:
         if run.sequence is not None or self._has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
-                return [refused] if self._has_sequences else list(self._answer_once(refused, set()))
+                return [refused] if self._has_sequences else list(self._answer_once(refused, {}))
         if self._producers:
             run.is_doubtful = self._producers.is_doubtful(run.producer)
         refusals = self._queue.admit(run, self._settings, now_us, self._is_sent_again)
@@ -205,7 +207,7 @@ class Scheduler:
         an answer for those that were sent again, and wait or are in flight. A limit of the model that they
         exceed now may have been a higher one before."""
         if not self._has_sequences:
-            return self._answer_once(refused, set())
+            return self._answer_once(refused, {})
         part = refused.breaks
         if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
             return (_unanswered(refused, refused.correlation_ids),)
@@ -441,19 +443,31 @@ class Scheduler:
 
     def poll(self, now_us: int) -> list[Decision]:
         """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
+        pieces = self.poll_in_pieces(now_us)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                decisions: list[Decision] = end.value
+                return decisions
+
+    def poll_in_pieces(self, now_us: int) -> Generator[None, None, list[Decision]]:
+        """As `poll`. Between the pieces nothing else may be called."""
         self._polled_us = now_us
         self._queue.bodies.begin_poll()
         if self._queue.delayed.requests:
             self._release(now_us)
-        decisions = self._deadlines.run_due(self._settings, now_us)
+        decisions: list[Decision] = []
         if self._deadlines.has_due(now_us):
-            return decisions  # very many have expired: first all of these, so that none is dispatched
+            decisions = yield from self._deadlines.run_due(self._settings, now_us)
+            if self._deadlines.has_due(now_us):
+                return decisions  # very many have expired: first all of these, so that none is dispatched
         if not self._has_sequences:
             decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
             return self._answered_once(decisions) if decisions else decisions
-        decisions += self._decide_sequences(now_us)
+        yield from self._decide_sequences(decisions, now_us)
         decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
-        decisions += self._decide_sequences(now_us)  # requests may have been refused
+        yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
 
     def _answered_once(self, decisions: list[Decision]) -> list[Decision]:
@@ -461,10 +475,10 @@ class Scheduler:
         or is in flight: its answer is theirs."""
         if Refusal not in map(type, decisions):
             return decisions
-        known: set[tuple[str | None, str]] = set()
+        known: _Known = {}
         if self._queue.ids.is_repeated_popped:  # else no copy of a refused request is to be dispatched
-            dispatched = [run for one in decisions if type(one) is Dispatch for run in one.runs]
-            known.update((run.reply_to, name) for run in dispatched for name in run.correlation_ids)
+            for run in [run for one in decisions if type(one) is Dispatch for run in one.runs]:
+                known.setdefault(run.reply_to, set()).update(run.correlation_ids)
         decided: list[Decision] = []
         for one in decisions:
             if type(one) is Refusal:
@@ -473,18 +487,28 @@ class Scheduler:
                 decided.append(one)
         return decided
 
-    def _answer_once(self, refused: Refusal, known: set[tuple[str | None, str]]) -> Iterable[Refusal]:
+    def _answer_once(self, refused: Refusal, known: _Known) -> Iterable[Refusal]:
         """A Refusal of requests that do not wait, divided by whether they get this answer. They do not if
         they are `known`, to which they are added, or were sent again."""
-        again: list[int] = []
+        reply_to, of_address = refused.reply_to, known.setdefault(refused.reply_to, set())
         stand_in = refused.entry.id if refused.run is None else ""  # of each request with an invalid ID
+        different = set(refused.correlation_ids)
+        if (
+            len(different) == len(refused.correlation_ids)
+            and stand_in not in different
+            and of_address.isdisjoint(different)
+            and self._queue.ids.are_new(reply_to, different)
+            and self._ids_in_flight.are_new(reply_to, different)
+        ):
+            of_address |= different
+            return (refused,)
+        again: list[int] = []
         for at, name in enumerate(refused.correlation_ids):
             if name == stand_in:
                 continue
-            request = (refused.reply_to, name)
-            if request in known or self._is_sent_again(request):
+            if name in of_address or self._is_sent_again((reply_to, name)):
                 again.append(at)
-            known.add(request)
+            of_address.add(name)
         if not again:
             return (refused,)
         names, run = refused.correlation_ids, refused.run
@@ -503,11 +527,16 @@ class Scheduler:
             if run.deadline_us is not None:
                 self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
 
-    def _decide_sequences(self, now_us: int) -> list[Decision]:
-        decided = self.sequences.decide(now_us)
-        self._queue.follow(decided)
-        self._deadlines.watch_again(decided.heads, self._settings)
-        return [*decided.refusals, *decided.changes, *decided.freed]
+    def _decide_sequences(self, decisions: list[Decision], now_us: int) -> Iterator[None]:
+        """Append what follows for sequences, in pieces."""
+        for number, decided in enumerate(self.sequences.decide(now_us)):
+            if number:
+                yield
+            self._queue.follow(decided)
+            self._deadlines.watch_again(decided.heads, self._settings)
+            decisions += decided.refusals
+            decisions += decided.changes
+            decisions += decided.freed
 
     def wake_at_us(self) -> int | None:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""

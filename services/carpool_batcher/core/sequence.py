@@ -9,25 +9,29 @@ lanes, time or other sequences: that is `core.sequences`.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from itertools import chain
 from typing import Final
 
 from carpool.messages import Run, SequencePart
 
+SOUGHT_AT_ONCE: Final = 4096  # requests, in a piece
 SEGMENTS_MIN: Final = 16  # of a sequence: with fewer it is not looked which are empty
 
 
 class Segment:
     """The requests from one start to before the next, as far as they wait.
 
-    `broken`: why those that come later are not served; empty if they are.
+    `broken`: why those that come later are not served; empty if they are. `has_ended`: its sequence was ended
+    by force, and none of its requests is served.
     """
 
-    __slots__ = ("_by_index", "_in_order", "broken", "start")
+    __slots__ = ("_by_index", "_in_order", "broken", "has_ended", "start")
 
     def __init__(self, start: Run | None = None, broken: str = "") -> None:
         self.start = start
         self.broken = broken
+        self.has_ended = False
         self._by_index: dict[int, Run] = {}
         self._in_order: OrderedDict[Run, None] = OrderedDict()  # those without an index
 
@@ -77,6 +81,22 @@ class Segment:
         else:
             del self._by_index[part.index]
 
+    def all(self) -> list[Run]:
+        """All of its waiting requests. O(n), and much faster than one by one."""
+        start = [] if self.start is None else [self.start]
+        return [*start, *self._in_order, *self._by_index.values()]
+
+    def take_rest(self) -> Iterable[Run]:
+        """Take out those after the start. O(1)."""
+        in_order = self.take_unnumbered()
+        by_index, self._by_index = self._by_index, {}
+        return chain(in_order, by_index.values())
+
+    def take_unnumbered(self) -> Iterable[Run]:
+        """Take out those after the start without an index. O(1)."""
+        in_order, self._in_order = self._in_order, OrderedDict()
+        return in_order
+
     def with_index(self, index: int) -> Run | None:
         """The waiting request that has this index."""
         return self._by_index.get(index)
@@ -89,10 +109,17 @@ class Segment:
             return unindexed if indexed is None else indexed
         return min(indexed, unindexed, key=place_of)
 
-    def after(self, place: str) -> list[Run]:
+    def after(self, place: str) -> Generator[None, None, list[Run]]:
         """The waiting requests besides the start that stand after this place, in the order of the request
-        stream."""
-        return sorted((run for run in self.rest() if place_of(run) > place), key=place_of)
+        stream. In pieces, between which no request may be added or removed."""
+        later: list[Run] = []
+        for number, run in enumerate(self.rest(), 1):
+            if place_of(run) > place:
+                later.append(run)
+            if not number % SOUGHT_AT_ONCE:
+                yield
+        later.sort(key=place_of)
+        return later
 
 
 class Taken:

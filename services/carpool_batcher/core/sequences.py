@@ -20,7 +20,9 @@ Events are recorded, and `decide` says what follows from them: so it sees all th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Final, NamedTuple
 
 from carpool.messages import (
@@ -48,6 +50,8 @@ from carpool_batcher.core.space import Space, lane_of_process
 from carpool_batcher.core.still_sequences import StillSequences
 from carpool_batcher.core.waiting_starts import WaitingStarts
 
+REFUSED_AT_ONCE: Final = 256  # requests, or sequences that are looked at, in a piece
+REPLAYED_AT_ONCE: Final = 256  # events, in a piece
 BROKEN_MIN: Final = 1000  # broken sequences that are remembered in any case
 
 _FIRST_PLACE: Final = "0"  # before each place
@@ -110,6 +114,8 @@ class Sequences:
         self._still = StillSequences()
         self._to_start = WaitingStarts()
         self._decided = Decided.nothing()
+        # Followers that are to be refused, and how. Their segment has ended, or they are in none any more.
+        self._doomed: deque[tuple[Iterable[Run], Callable[[Run], Refusal]]] = deque()
         self._unread: list[tuple[str, Run | _Break | _End]] | None = None  # while a batcher takes over
         self._loaded: dict[str, KeptSequence] = {}
         self._restarts: dict[str, str] = {}  # the places of starts that were in flight then, by sequence
@@ -167,10 +173,17 @@ class Sequences:
 
     def complete(self) -> None:
         """All requests that waited when this batcher took over were read. May be called repeatedly."""
+        for _ in self.complete_in_pieces():
+            pass
+
+    def complete_in_pieces(self) -> Iterator[None]:
+        """As `complete`. Between the pieces nothing else may be called."""
         if self._unread is None:
             return
         unread, self._unread = sorted(self._unread, key=lambda item: item[0]), None
-        for _, event in unread:
+        for number, (_, event) in enumerate(unread, 1):
+            if not number % REPLAYED_AT_ONCE:
+                yield
             if type(event) is _Break:
                 self._replay_break(event)
             elif type(event) is _End:
@@ -265,8 +278,8 @@ class Sequences:
 
     def _end_by_force(self, sequence: Sequence, place: str) -> Run | None:
         for segment in sequence.segments:
-            for run in list(segment):
-                self._refuse(segment, run, ended_by_force(run))
+            segment.has_ended = True
+            self._doomed.append((segment.all(), ended_by_force))
         self._to_start.discard(sequence)
         sequence.segments.clear()
         sequence.segments.append(Segment(broken=ENDED_BY_FORCE))
@@ -293,6 +306,9 @@ class Sequences:
             if segment is None:
                 assert self._unread is not None
                 self._unread.append((part.place, event))
+                return
+            if segment.has_ended:
+                segment.remove(run)
                 return
             sequence = self._by_id[part.sequence_id]
             if run is sequence.current.start:
@@ -375,33 +391,66 @@ class Sequences:
         """When `decide` could next decide something; 0: at once; None: not before something happens."""
         if self._unread is not None:
             return None
-        if self._changed or self._decided.refusals or self._decided.changes or self._decided.freed:
+        if self._changed or self._doomed or any(self._decided):
             return 0
         oldest_us = self._still.oldest_us()
         return None if oldest_us is None else oldest_us + self.idle_us
 
-    def decide(self, now_us: int) -> Decided:
-        """What follows from all that happened, and from the time."""
+    def decide(self, now_us: int) -> Iterator[Decided]:
+        """What follows from all that happened, and from the time: in parts of few requests, between which
+        nothing may be called that changes something."""
         if self._unread is not None:
-            return Decided.nothing()
-        self._follow_events(now_us)
+            return
+        yield from self._follow_events(now_us)
         if self._end_still(now_us):
-            self._follow_events(now_us)
+            yield from self._follow_events(now_us)
         for marks in self._marks.values():
             self._decided.changes.extend(sorted(marks, key=lambda mark: mark.part.place))
         self._marks.clear()
+        yield self._take_decided()
+
+    def _take_decided(self) -> Decided:
         decided, self._decided = self._decided, Decided.nothing()
         return decided
 
-    def _follow_events(self, now_us: int) -> None:
+    def _follow_events(self, now_us: int) -> Iterator[Decided]:
         for segment, place in self._breaks.items():
-            for run in segment.after(place):
-                self._refuse(segment, run, aborted(run, segment.broken))
+            yield from self._refuse_after(segment, place)
         self._breaks.clear()
         changed, self._changed = self._changed, {}
-        for sequence in changed:
+        for number, sequence in enumerate(changed, 1):
             self._advance(sequence, now_us)
+            if not number % REFUSED_AT_ONCE:
+                yield self._take_decided()
         self._begin_waiting(now_us)
+        yield from self._refuse_doomed()
+
+    def _refuse_after(self, segment: Segment, place: str) -> Iterator[Decided]:
+        """Refuse what stands after this place, at which the segment broke."""
+        pieces = segment.after(place)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                later: list[Run] = end.value
+                break
+            yield Decided.nothing()
+        for number, run in enumerate(later, 1):
+            self._refuse(segment, run, aborted(run, segment.broken))
+            if not number % REFUSED_AT_ONCE:
+                yield self._take_decided()
+
+    def _refuse_doomed(self) -> Iterator[Decided]:
+        refusals = self._decided.refusals
+        while self._doomed:
+            runs, refusal_of = self._doomed.popleft()
+            for run in runs:
+                if run in self.followers:  # else it expired, or was withdrawn
+                    del self.followers[run]
+                    refusals.append(refusal_of(run))
+                    if len(refusals) >= REFUSED_AT_ONCE:
+                        yield self._take_decided()
+                        refusals = self._decided.refusals
 
     def _advance(self, sequence: Sequence, now_us: int) -> None:
         """Choose the head of a sequence, and forget one of which nothing is left."""
@@ -446,12 +495,10 @@ class Sequences:
     def _refuse_unservable(self, segment: Segment, *, is_kept: bool, is_last: bool) -> None:
         """None of these requests has its turn. Only those stay that wait for an index or a start."""
         if segment.broken:
-            for run in list(segment.rest()):
-                self._refuse(segment, run, aborted(run, segment.broken))
+            self._doomed.append((segment.take_rest(), partial(_aborted, segment.broken)))
         elif not is_kept:
-            for run in list(segment.rest()):
-                if not is_last or part_of(run).index is None:
-                    self._refuse(segment, run, never_begun(run))
+            runs = segment.take_unnumbered() if is_last else segment.take_rest()
+            self._doomed.append((runs, never_begun))
 
     def _begin(self, sequence: Sequence, start: Run) -> None:
         """It is the turn of a start: it becomes the head if there is space."""
@@ -558,16 +605,15 @@ class Sequences:
 
     def _refuse_stuck(self, sequence: Sequence) -> None:
         """Its requests wait for an index that did not come, or for a start."""
-        runs = sorted(sequence.current.rest(), key=place_of)
+        segment = sequence.current
         if sequence.kept:
-            first = runs[0]
+            first = min(segment.rest(), key=place_of)
             reason = did_not_arrive(sequence.next_index, self.idle_us // 1000)
             event = _Break(part_of(first), first.correlation_ids[0], reason, False)
-            self._break(sequence, sequence.current, event)
+            self._break(sequence, segment, event)
             sequence.kept = False
-        for run in runs:
-            broken = sequence.current.broken
-            self._refuse(sequence.current, run, aborted(run, broken) if broken else never_begun(run))
+        refusal_of = partial(_aborted, segment.broken) if segment.broken else never_begun
+        self._doomed.append((segment.take_rest(), refusal_of))
         self._changed[sequence] = None
 
     def _end_idle(self, sequence: Sequence) -> None:
@@ -608,6 +654,10 @@ class Sequences:
             return
         mark = SequenceChange(event.part, event.correlation_id, "broken", event.reason)
         self._marks.setdefault(sequence, []).append(mark)
+
+
+def _aborted(reason: str, run: Run) -> Refusal:
+    return aborted(run, reason)
 
 
 def _break_known(kept: KeptSequence, place: str, reason: str) -> _Break:

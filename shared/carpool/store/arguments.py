@@ -30,7 +30,7 @@ def group_list_args(groups: Iterable[Group]) -> list[Argument]:
 
 
 class ScriptKeys:
-    """The KEYS of a script, each once. Arguments refer to a key by its index, which Lua counts from 1."""
+    """The KEYS of a script. Arguments refer to a key by its index, which Lua counts from 1."""
 
     def __init__(self, *keys: str) -> None:
         self.keys = list(keys)
@@ -43,3 +43,9 @@ class ScriptKeys:
             self.keys.append(key)
             index = self._index[key] = len(self.keys)
         return index
+
+    def append_all(self, keys: Iterable[str]) -> int:
+        """The index of the first of these keys; the others follow it. They may be among KEYS already."""
+        first = len(self.keys) + 1
+        self.keys += keys
+        return first

@@ -22,10 +22,12 @@ lost, or read twice:
   dropped. As each reply has all entries after the ID that its XREAD named, what remains has no gap.
 
 Producers may send entries of any size, up to Redis's 512 MiB for a string, and Redis does not tell the size
-of an entry without sending it. So a reply is bounded in three ways:
+of an entry without sending it. So a reply is bounded in four ways:
 
 - By the mean size of the latest entries it is known how many to ask for.
 - If it is much larger all the same, the connection is closed, and few entries are asked for.
+- After a connection was lost while a reply was due, half of the bytes are asked for: Redis may have closed it
+  because of its own limits (`maxmemory-clients`, `client-output-buffer-limit`), and never tells.
 - A reply with few entries, which may be large, is parsed so that no more is kept than one valid entry may
   have. What does not fit is read again later, and an entry that alone is larger is not kept at all.
 
@@ -41,7 +43,7 @@ from typing import Any, Final, NamedTuple
 
 from carpool.keys import Keys
 from carpool.store.bounded_replies import LARGE_BYTES, Omitted
-from carpool.store.connection import Argument, CommandError, Link, readable_links
+from carpool.store.connection import Argument, CommandError, Link, LinkError, readable_links
 from carpool.store.redis_socket import ReplyTooLargeError
 from carpool.wire.request_fields import MAX_PACKED_BYTES
 
@@ -56,8 +58,43 @@ FEW_ENTRIES: Final = 16  # if fewer are asked for, because of their size, what i
 ENTRY_BYTES_MAX: Final = 2 * MAX_PACKED_BYTES + 2 * 1024 * 1024
 SMALLER_AT_ONCE: Final = 4  # by this factor: a large entry may stand behind many small ones
 FIELD_CHARS_SHOWN: Final = 60  # of the name of a field that is too large
+READ_BYTES_MIN: Final = 1 << 20  # in one reply, after any number of lost connections
+FULL_REPLIES: Final = 64  # as many as were asked for, until twice as many bytes are asked for again
+ENTRY_SIZES_KEPT: Final = 1000  # of models that are not read any more
 BUSY_BLOCK_MS: Final = 100  # how long a model that became busy is also waited for with the idle ones, at most
 IDLE_BLOCK_MS: Final = 1000
+
+
+class ReadSizes:
+    """How much to ask Redis for, as learned. It outlives readers: a new one must not ask for what cost the
+    last one its connection. `read_bytes`: in one reply, about."""
+
+    def __init__(self) -> None:
+        self.read_bytes = READ_BYTES
+        self._full_replies = 0
+        self._entry_bytes: dict[str, int] = {}  # by request stream
+
+    def connection_lost(self) -> None:
+        """A connection was lost while a reply was due."""
+        self.read_bytes = max(READ_BYTES_MIN, self.read_bytes // 2)
+        self._full_replies = 0
+
+    def full_reply(self) -> None:
+        """As many entries were received as were asked for."""
+        if self.read_bytes < READ_BYTES:
+            self._full_replies += 1
+            if self._full_replies >= FULL_REPLIES:
+                self.read_bytes, self._full_replies = 2 * self.read_bytes, 0
+
+    def keep(self, stream: str, entry_bytes: int) -> None:
+        """The latest entries of this stream, which is not read any more, have this mean size."""
+        self._entry_bytes[stream] = entry_bytes
+        if len(self._entry_bytes) > ENTRY_SIZES_KEPT:
+            del self._entry_bytes[next(iter(self._entry_bytes))]
+
+    def take(self, stream: str) -> int:
+        """The mean size that was kept; ENTRY_BYTES_UNKNOWN if none was."""
+        return self._entry_bytes.pop(stream, ENTRY_BYTES_UNKNOWN)
 
 
 class Subscription:
@@ -79,13 +116,13 @@ class Subscription:
         "takes_requests",
     )
 
-    def __init__(self, keys: Keys, settled_after: bytes) -> None:
+    def __init__(self, keys: Keys, settled_after: bytes, entry_bytes: int = ENTRY_BYTES_UNKNOWN) -> None:
         self.requests = Stream(self, keys.requests, b"0-0")
         self.settled = Stream(self, keys.settled, settled_after)
         self.awaits_settled = False
         self.has_more = False
         self.takes_requests = True
-        self.entry_bytes = ENTRY_BYTES_UNKNOWN  # of a request entry, on average in the latest replies
+        self.entry_bytes = entry_bytes  # of a request entry, on average in the latest replies
         self._home: _Watch | None = None  # None: ended
 
 
@@ -151,18 +188,21 @@ class StreamReader:
         name: str,
         *,
         key: str = "",
+        sizes: ReadSizes | None = None,
         busy_block_ms: int = BUSY_BLOCK_MS,
         idle_block_ms: int = IDLE_BLOCK_MS,
     ) -> None:
-        """`key`: of a cluster, any key of the models, which all have one hash slot."""
+        """`key`: of a cluster, any key of the models, which all have one hash slot. `sizes`: what readers
+        before this one have learned."""
+        self._sizes = sizes or ReadSizes()
         busy = Link(url, name=f"{name}:reads", reply_bytes_max=SURPRISE_BYTES, key=key)
         idle = Link(url, name=f"{name}:idle", reply_bytes_max=SURPRISE_BYTES, key=key)
         settled = Link(url, name=f"{name}:settled", reply_bytes_max=SURPRISE_BYTES, key=key)
-        self._busy = _Watch(busy, busy_block_ms, ENTRIES_MAX)
+        self._busy = _Watch(busy, self._sizes, busy_block_ms, ENTRIES_MAX)
         # One entry is enough to learn that a model is busy, and a reply with many would be large.
-        self._idle = _Watch(idle, idle_block_ms, 1, awaits_all_settled=True)
+        self._idle = _Watch(idle, self._sizes, idle_block_ms, 1, awaits_all_settled=True)
         self._busy.other, self._idle.other = self._idle, self._busy
-        self._settled = _SettledWatch(settled, busy_block_ms, ENTRIES_MAX)
+        self._settled = _SettledWatch(settled, self._sizes, busy_block_ms, ENTRIES_MAX)
         self._settled.members = self._busy.members  # shared: each busy subscription belongs to both
         self._may_be_unread = False  # requests of busy models, although they are in Redis
 
@@ -171,12 +211,14 @@ class StreamReader:
 
         It begins as busy, with the next XREAD over the busy models: after BUSY_BLOCK_MS at most.
         """
-        subscription = Subscription(keys, settled_after)
+        subscription = Subscription(keys, settled_after, self._sizes.take(keys.requests))
         self._busy.adopt(subscription)
         return subscription
 
     def end(self, subscription: Subscription) -> None:
         """Read this model no more. What arrives for it is dropped. May be called repeatedly."""
+        if subscription._home is not None:
+            self._sizes.keep(subscription.requests.name, subscription.entry_bytes)
         subscription._home = None
         self._busy.remove(subscription)
         self._idle.remove(subscription)
@@ -273,9 +315,16 @@ class _Watch:
     other: _Watch
 
     def __init__(
-        self, link: Link, block_ms: int, count_max: int, *, awaits_all_settled: bool = False
+        self,
+        link: Link,
+        sizes: ReadSizes,
+        block_ms: int,
+        count_max: int,
+        *,
+        awaits_all_settled: bool = False,
     ) -> None:
         self.link = link
+        self._sizes = sizes
         self.is_waiting = False  # XREADs were sent, and their replies are due
         self._block_ms = block_ms
         self._count_max = count_max
@@ -362,8 +411,8 @@ class _Watch:
         return awaited, others
 
     def _entries_of_read_bytes(self) -> int:
-        """How many entries of each stream have READ_BYTES together, by the mean of the latest."""
-        return READ_BYTES // sum([member.entry_bytes for member in self.members])
+        """How many entries of each stream have `read_bytes` together, by the mean of the latest."""
+        return self._sizes.read_bytes // sum([member.entry_bytes for member in self.members])
 
     def finish(self, result: ReadResult) -> None:
         """Receive the replies, and add them to the result."""
@@ -376,7 +425,9 @@ class _Watch:
                 for name, entries in reply:
                     stream = xread.stream(name)
                     if stream is stream.subscription.requests:
-                        stream.subscription.has_more = len(entries) >= self._count
+                        stream.subscription.has_more = is_full = len(entries) >= self._count
+                        if is_full:
+                            self._sizes.full_reply()
                 for stream, entries in xread.unread(
                     self._that_fit(xread, reply) if self._has_large else reply
                 ):
@@ -391,10 +442,13 @@ class _Watch:
 
     def _receive(self) -> list[Any]:
         """The replies; none if they are too large: then fewer entries are asked for again."""
-        if self._has_large:
-            return self.link.receive_bounded(len(self._xreads), ENTRY_BYTES_MAX)
         try:
+            if self._has_large:
+                return self.link.receive_bounded(len(self._xreads), ENTRY_BYTES_MAX)
             return self.link.receive_many(len(self._xreads))
+        except LinkError:
+            self._sizes.connection_lost()
+            raise
         except ReplyTooLargeError:
             for member in self._subscriptions:
                 member.entry_bytes = READ_BYTES

@@ -312,6 +312,8 @@ def _other_fields(element: Any) -> Fields | None:
     if type(element) is not dict or "correlation_id" not in element:
         return None
     if "body" not in element:
+        if len(element) == 1:
+            return _NO_FIELDS
         if "body_key" in element or "correlation_ids" in element:
             return None
     elif len(element) == 2:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgpack
 
@@ -36,19 +36,33 @@ def encode_results(results: Iterable[Result]) -> bytes:
     return bytes(msgpack.packb([_envelope(result) for result in results]))
 
 
-def encode_alike(result: Result, correlation_ids: Sequence[str], *, as_element: bool) -> list[bytes]:
+class AlikeEnvelopes(NamedTuple):
+    """What the envelopes of several requests have in common: all but the correlation ID, which is between
+    `head` and `tail`. In msgpack the ID is a text with its own head; in JSON no character that it may have is
+    escaped."""
+
+    is_msgpack: bool
+    head: bytes
+    tail: bytes
+
+
+def split_envelope(result: Result, *, as_element: bool) -> AlikeEnvelopes:
     """The envelopes of requests that have this result, each with its own correlation ID.
 
-    `as_element`: as `encode_envelope` does, for a reply stream; else as `encode_result`. No character that a
-    correlation ID may have is escaped in JSON, and it comes first in the envelope.
+    `as_element`: as `encode_envelope` does, for a reply stream; else as `encode_result`.
     """
+    result = result._replace(correlation_id="")
     if not as_element and result.content_type == JSON:
-        tail = _json_envelope(result._replace(correlation_id=""))[len(_JSON_HEAD) :]
-        return [_JSON_HEAD + name.encode() + tail for name in correlation_ids]
-    head, pack = _MSGPACK_HEAD_BYTES, msgpack.packb
-    envelope = encode_envelope(result._replace(correlation_id=""))
-    before, after = envelope[:head], envelope[head + 1 :]  # an empty text is one byte
-    return [before + pack(name) + after for name in correlation_ids]
+        return AlikeEnvelopes(False, _JSON_HEAD, _json_envelope(result)[len(_JSON_HEAD) :])
+    envelope, head = encode_envelope(result), _MSGPACK_HEAD_BYTES
+    return AlikeEnvelopes(True, envelope[:head], envelope[head + 1 :])  # an empty text is one byte
+
+
+def encode_alike(result: Result, correlation_ids: Sequence[str]) -> list[bytes]:
+    """The elements of a `results` field for requests that have this result, each with its correlation ID."""
+    _, head, tail = split_envelope(result, as_element=True)
+    pack = msgpack.packb
+    return [head + pack(name) + tail for name in correlation_ids]
 
 
 _JSON_HEAD: Final = b'{"correlation_id":"'

@@ -28,3 +28,18 @@ local function deliver(key, kind, payload, ttl_ms)
   return reply
 end
 
+-- deliver_alike(take, ttl_ms, is_missing): deliver results that differ only in their correlation IDs, on lists of their
+-- own; nothing if the entry `is_missing`. Arguments are read with `take`: the index in KEYS of the first list, and how
+-- many follow one another from there; how many bytes of each key come before the correlation ID; 'json' or 'msgpack';
+-- the envelope up to the correlation ID, and from there on. O(results).
+local function deliver_alike(take, ttl_ms, is_missing)
+  local first, number, id_at, is_msgpack = tonumber(take()), tonumber(take()), take() + 1, take() == 'msgpack'
+  local head, tail = take(), take()
+  if is_missing then return end
+  for k = first, first + number - 1 do
+    local key = KEYS[k]
+    local id, before = string.sub(key, id_at), ''
+    if is_msgpack then before = #id < 32 and string.char(160 + #id) or string.char(217, #id) end
+    deliver(key, 'list', head .. before .. id .. tail, ttl_ms)
+  end
+end

@@ -9,7 +9,7 @@
 -- ARGV  1 result TTL (ms)
 --       2 the name of this batcher, '' if it need not be active
 --       3.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, ranges
---           of tickets or '', payload; list of results without tickets for lists of their own: index in KEYS, payload;
+--           of tickets or '', payload; list of alike results for lists of their own (see deliver.lua, `deliver_alike`);
 --           list of stored bodies to delete: index in KEYS
 --       list of changes of sequences (see sequence.lua)
 --       list of messages to processes of a bound model: index in KEYS of the inbox, field, value
@@ -36,10 +36,7 @@ for e = 1, tonumber(take()) do
     local key, kind, ranges, result = KEYS[tonumber(take())], take(), take(), take()
     if not is_missing then take_result(arrived, ranges, key, kind, result, ttl_ms) end
   end
-  for _ = 1, tonumber(take()) do
-    local key, result = KEYS[tonumber(take())], take()
-    if not is_missing then deliver(key, 'list', result, ttl_ms) end
-  end
+  for _ = 1, tonumber(take()) do deliver_alike(take, ttl_ms, is_missing) end
   for _ = 1, tonumber(take()) do
     local key = KEYS[tonumber(take())]
     if not is_missing then redis.pcall('UNLINK', key) end
