@@ -86,7 +86,6 @@ def fields_of(**options: Any) -> dict[str, Any]:
         ({"sequence_id": SURROGATE}, "sequence_id"),
         ({"sequence_id": Text("s")}, "sequence_id"),
         ({"sequence_id": "s", "sequence_start": 1}, "sequence_start"),
-        ({"sequence_id": "s", "sequence_end": np.True_}, "sequence_end"),
         ({"sequence_id": "s", "sequence_index": True}, "sequence_index"),
         ({"sequence_id": "s", "sequence_index": 2**53 + 1}, "sequence_index"),
     ],

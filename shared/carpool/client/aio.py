@@ -250,8 +250,8 @@ class AsyncClient:
         """Raise UnavailableError if this is closed, and RuntimeError if it is a parent process's."""
         if self._is_inherited:
             raise RuntimeError(
-                "this client was connected before a fork, so it is the parent process's: make a client in each "
-                "process, or use one first after the fork"
+                "this client was connected before a fork, so it is the parent process's: make a client in "
+                "each process, or use it first after the fork"
             )
         if self._closed:
             raise UnavailableError("this client is closed")

@@ -48,8 +48,8 @@ class SequenceProgress:
     def _check_process(self) -> None:
         if self.is_inherited:
             raise RuntimeError(
-                f"sequence {self.sequence_id}: this process was forked from the one that made it: make one in "
-                "each process"
+                f"sequence {self.sequence_id}: this process was forked from the one that made it: make one "
+                "in each process"
             )
 
     def check_answered(self) -> None:
