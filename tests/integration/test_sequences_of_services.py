@@ -97,7 +97,6 @@ def metrics(service: Service) -> dict[str, float]:
 
 async def test_interleaved_sequences_have_the_answers_of_each_alone(served: Served) -> None:
     async with AsyncClient(served.url, timeout=TIMEOUT_S) as client:
-
         names = []
 
         async def use(name: int) -> None:
