@@ -176,7 +176,7 @@ def _sendable(name: str, value: Any) -> bytes | str | int:
     """
     if name in _WHOLE_NUMBERS:
         return _whole_number(name, value)
-    if type(value) is bytes:
+    if type(value) is bytes or (type(value) is str and value.isascii()):
         return value
     if isinstance(value, str):
         return _encodable(f"{name!r:.60}", value)
@@ -209,7 +209,7 @@ def _index(value: Any) -> int | None:
 def _whole_number(name: str, value: Any) -> int:
     """The number that an option has. Raises InvalidArgumentError."""
     lowest, highest = _WHOLE_NUMBERS[name]
-    number = None if isinstance(value, bool | np.bool_) else _index(value)
+    number = value if type(value) is int else None if isinstance(value, bool | np.bool_) else _index(value)
     if number is None or not lowest <= number <= highest:
         raise InvalidArgumentError(
             f"{name}: {_shown(value)} must be a whole number from {lowest} to {highest}"
@@ -219,6 +219,8 @@ def _whole_number(name: str, value: Any) -> int:
 
 def seconds(value: Any) -> float | None:
     """The number that a value is; None if it is none."""
+    if type(value) is float or type(value) is int:
+        return value
     if isinstance(value, np.floating):
         return float(value)
     if isinstance(value, np.integer):
