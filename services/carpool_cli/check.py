@@ -28,7 +28,7 @@ from carpool.settings import Devices, read_settings
 from carpool.shown import complain
 from carpool.text_files import read_text
 from carpool.wire.bodies import decode_result, encode_body
-from carpool.wire.content_types import ACCEPT, canonical, is_value
+from carpool.wire.content_types import ACCEPT, is_value
 from carpool.wire.tensors import WIDTHS, from_bytes
 from carpool_cli.infer import BodySettings, read_body
 from carpool_cli.screen import Screen, build_table, clip, count, duration
@@ -67,7 +67,7 @@ class CheckSettings(BodySettings):
     @property
     def extra(self) -> dict[str, bytes]:
         """The fields that a request with BODY has for the model. Raises InvalidArgumentError."""
-        named = self.fields | ({ACCEPT: self.accept} if self.accept else {})
+        named = self.fields | ({ACCEPT: self.result_type} if self.accept else {})
         return {name: value.encode() for name, value in named.items()}
 
 
@@ -120,9 +120,7 @@ class _Requests(NamedTuple):
 
 def _requests(settings: CheckSettings) -> _Requests:
     """What the settings name. Raises OSError, CarpoolError and ValueError."""
-    content_type = canonical(settings.body_type)
-    if not content_type:
-        raise ValueError(f"--content-type: {settings.body_type!r:.60} is no content type")
+    content_type = settings.body_type
     bodies = [encode_body(content_type, body) for body in _bodies(settings.body, content_type)]
     return _Requests(bodies, content_type, settings.extra)
 

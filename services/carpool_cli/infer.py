@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import CarpoolSettings, ConnectionSettings, Seconds, read_settings
 from carpool.shown import complain, printable_lines
 from carpool.text_files import decoded
-from carpool.wire.bodies import decode_body, encode_body
-from carpool.wire.content_types import canonical
+from carpool.wire.bodies import NotJSONError, decode_body, decode_json, encode_body
+from carpool.wire.content_types import checked
 from carpool_cli.refused import explain
 
 
@@ -38,8 +37,15 @@ class BodySettings(CarpoolSettings):
 
     @property
     def body_type(self) -> str:
-        """The content type of the body."""
-        return self.content_type or (RAW if self.raw else JSON)
+        """The content type of the body. Raises InvalidArgumentError."""
+        if self.content_type:
+            return checked("--content-type", self.content_type)
+        return RAW if self.raw else JSON
+
+    @property
+    def result_type(self) -> str:
+        """The content type that is wanted of the result; empty for none. Raises InvalidArgumentError."""
+        return checked("--accept", self.accept) if self.accept else ""
 
     @property
     def fields(self) -> dict[str, str]:
@@ -57,7 +63,7 @@ class RequestSettings(BodySettings, ConnectionSettings):
         """The options of a request with the body. Raises InvalidArgumentError."""
         return {
             "content_type": self.body_type,
-            "accept": self.accept or None,
+            "accept": self.result_type or None,
             "fields": self.fields,
             "cost": self.cost,
         }
@@ -153,10 +159,11 @@ def _failed(error: str) -> int:
 
 
 def read_body(body: str, content_type: str = JSON) -> Any:
-    """Read the BODY argument, as its content type says. Raises OSError, InvalidArgumentError."""
+    """Read the BODY argument, as its content type says, which is canonical. Raises OSError,
+    InvalidArgumentError."""
     data = _body_bytes(body)
-    if canonical(content_type) != JSON:
-        return decode_body(canonical(content_type), data)
+    if content_type != JSON:
+        return decode_body(content_type, data)
     try:
         text = decoded(data, "body:")
     except ValueError as error:
@@ -164,10 +171,8 @@ def read_body(body: str, content_type: str = JSON) -> Any:
             f"{error}, or name its --content-type, such as image/png, or use --raw"
         ) from None
     try:
-        return json.loads(text)
-    except RecursionError:
-        raise InvalidArgumentError("body: is nested too deep") from None
-    except ValueError:
+        return decode_json(text.encode())
+    except NotJSONError:
         return text
 
 

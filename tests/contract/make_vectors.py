@@ -142,6 +142,15 @@ def understood_requests() -> list[Case]:
             *("content_type", RAW, "body", b"\x00\xff\xfe"),
             becomes=[request(body={"hex": "00fffe"}, content_type=RAW)],
         ),
+        *[
+            entry(f"JSON, written {written}", "content_type", written, "body", "7", becomes=[request()])
+            for written in ("Application/JSON", 'application/json; charset="UTF-8"', "application/json;q=1")
+        ],
+        entry(
+            "text of any charset is bytes",
+            *("content_type", "text/plain; charset=latin-1", "body", b"\xe9"),
+            becomes=[request(body={"hex": "e9"}, content_type="text/plain; charset=latin-1")],
+        ),
         entry("an empty body", "body", "", becomes=[request(body="")]),
         entry("chunks are wanted", "body", "7", "stream", "1", becomes=[request(stream=True)]),
         entry("no chunks are wanted", "body", "7", "stream", "0", becomes=[request()]),
@@ -260,6 +269,22 @@ def refused_requests() -> list[Case]:
         case("no body", "body", "priority", "1"),
         case("a body over the model's limit", "body", "body", "123456789", settings={"max_body_bytes": 8}),
         case("what is no content type", "content_type", "body", "7", "content_type", "text"),
+        case(
+            "JSON of a charset",
+            "content_type",
+            "body",
+            "7",
+            "content_type",
+            "application/json; charset=latin-1",
+        ),
+        case(
+            "JSON of a charset is accepted",
+            "accept",
+            "body",
+            "7",
+            "accept",
+            "application/json; charset=utf-16",
+        ),
         case("a content type that is to be accepted, and is none", "accept", "body", "7", "accept", "json"),
         case("a content type that is not UTF-8", "content_type", "body", "7", "content_type", b"\xff"),
         case("a lane that is too long", "lane", "body", "7", "lane", "ö" * 129),

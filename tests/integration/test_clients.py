@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -629,22 +630,104 @@ def test_client_says_that_it_cannot_be_pickled(blocking: Client) -> None:
 def test_a_client_that_was_made_before_a_fork_serves_parent_and_child(blocking: Client, gate: Path) -> None:
     """As with gunicorn --preload, Celery and multiprocessing. A thread does not survive a fork."""
     parents = blocking.submit("Single", blocking_body(gate))
-    fork = multiprocessing.get_context("fork")
-    results = fork.SimpleQueue()
+    stream, sequence = blocking.stream("Single", "streamed"), blocking.sequence("Single")
 
-    def work() -> None:
-        results.put([blocking.infer("square", number) for number in range(3)])
+    def work() -> list[Any]:
+        waits = (parents.result, lambda: parents.result(20), parents.exception, lambda: next(stream))
+        uses = (sequence.__enter__, lambda: sequence.infer(1), sequence.restart)
+        errors = [*map(raised_by, waits), *map(raised_by, uses)]
+        stream.close()
+        parents.cancel()
+        numbers = [blocking.infer("square", number) for number in range(3)]
         blocking.close()
+        return [numbers, errors]
 
-    child = fork.Process(target=work)
-    child.start()
-    child.join(30)
-    assert child.exitcode == 0
-    assert results.get() == [0, 1, 4]
+    forked, unconfirmed = "this process was forked from the one that", "UnconfirmedError UNAVAILABLE: "
+    numbers, errors = in_children(work)[0]
+    assert numbers == [0, 1, 4]
+    assert [error.partition(" sent the request")[0] for error in errors[:4]] == [unconfirmed + forked] * 4
+    assert errors[4].startswith("RuntimeError this client was connected before a fork")
+    assert all(error.startswith("RuntimeError sequence py-") and forked in error for error in errors[5:])
     # And the parent's request is served, and so is the next
     gate.touch()
     assert parents.result(10) == blocking_body(gate)
+    assert list(stream) == ["streamed"]
     assert blocking.infer("square", 7) == 49
+
+
+def in_children(work: Callable[[], Any], count: int = 1) -> list[Any]:
+    """What `work` returns in each of so many children of forks, all at the same time."""
+    fork = multiprocessing.get_context("fork")
+    results = [fork.SimpleQueue() for _ in range(count)]
+    children = [fork.Process(target=lambda queue=queue: queue.put(work())) for queue in results]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0] * count
+    return [queue.get() for queue in results]
+
+
+def raised_by(use: Callable[[], object]) -> str:
+    try:
+        return f"returned {use()!r}"
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+
+
+def test_an_async_client_that_connects_after_forks_serves_each_process(stack: Stack) -> None:
+    """As with gunicorn --preload: each child connects with its first request."""
+    client = AsyncClient(stack.url, timeout=15)
+
+    async def work() -> tuple[str, bool]:
+        own = [f"{os.getpid()} {number}" for number in range(40)]
+        async with client:
+            sequence_id = client.sequence("Echo").sequence_id
+            return sequence_id, await asyncio.gather(*(client.infer("Echo", body) for body in own)) == own
+
+    found = in_children(lambda: asyncio.run(work()), 3)
+    assert [is_own for _, is_own in found] == [True] * 3
+    assert len({sequence_id for sequence_id, _ in found}) == 3
+    assert asyncio.run(work())[1]
+
+
+def test_an_async_client_that_was_connected_before_a_fork_is_the_parents(stack: Stack, gate: Path) -> None:
+    """Also if the child goes on with the parent's event loop, whose poll both have."""
+    client = AsyncClient(stack.url, timeout=15)
+
+    async def connect() -> list[asyncio.Future[Any]]:
+        assert await client.infer("Single", "before") == "before"
+        return [client.submit("Single", blocking_body(gate)), client.submit("Single", "after it")]
+
+    async def wait_for(parents: list[asyncio.Future[Any]]) -> list[Any]:
+        return await asyncio.gather(*parents)
+
+    with asyncio.Runner() as runner:
+        parents = runner.run(connect())
+        sequence = client.sequence("Single")
+
+        async def work() -> list[str]:
+            calls: list[Any] = [client.infer("Single", 1), client.infer("square", 1)]
+            calls += [client.connect(), client.flush()]
+            calls += [client.models(), anext(client.stream("Single", 1)), sequence.__aenter__(), *parents]
+            errors = await asyncio.gather(*calls, return_exceptions=True)
+            gate.touch()
+            replies = client._channels["Single"].keys.replies(client._name)
+            wait_until(lambda: stack.redis.xlen(replies) == 3, description="the parent's results are there")
+            for _ in range(10):
+                await asyncio.sleep(0)  # polls
+            await client.close()
+            return [f"{type(error).__name__} {error}" for error in errors]
+
+        (errors,) = in_children(lambda: runner.run(work()))
+        inherited = "RuntimeError this client was connected before a fork"
+        assert [error.startswith(inherited) for error in errors[:7]] == [True] * 7
+        forked = "UnconfirmedError UNAVAILABLE: this process was forked from the one that sent the request"
+        assert [error.startswith(forked) for error in errors[7:]] == [True] * 2
+        # And the parent has its results, over the same connections
+        assert runner.run(wait_for(parents)) == [blocking_body(gate), "after it"]
+        assert client._transport.losses == 0
+        runner.run(client.close())
 
 
 def test_closed_blocking_client_is_unavailable(stack: Stack) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 import msgpack
 import pytest
 
+from carpool.client import sinks
 from carpool.client.awaited import AwaitedRequests
 from carpool.client.entries import NO_FIELDS, Channel, OutgoingEntry
-from carpool.client.sinks import FutureSink
+from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX, FutureSink, Reply, ReplySink, Window
 from carpool.errors import InternalError
 from carpool.keys import Keys
-from carpool.messages import JSON, ResultColumns
+from carpool.messages import JSON, MSGPACK, ResultColumns
 from carpool.rows import Rows
 from carpool.wire.results import encode_columns_map
+from carpool.wire.tensors import WIDTHS, tensor_head
 
 SERVED = {"final": True, "batch_size": 1, "queue_us": 1, "compute_us": 1}
 
@@ -81,6 +83,41 @@ async def test_malformed_columns_concern_only_themselves() -> None:
     awaited.on_results([b"columns", packed])
     assert (await futures["a"], await futures["b"]) == (7, 8)
     assert awaited.malformed_results == 1
+
+
+@pytest.mark.parametrize("columns_kept_bytes", [COLUMN_KEPT_BYTES_MAX, 8])
+@pytest.mark.parametrize("datatype", ["FP32", "BF16"])
+@pytest.mark.parametrize("sink", [FutureSink(), ReplySink(), None])
+async def test_results_may_be_written_to_whoever_shared_their_batch(
+    sink: Any, datatype: str, columns_kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "COLUMN_KEPT_BYTES_MAX", columns_kept_bytes)
+    for sizes in ([1], [3], [1, 1, 1], [2, 1]):  # of the entries that are in one batch
+        awaited, loop = AwaitedRequests(lambda *_: None), asyncio.get_running_loop()
+        targets: dict[str, Any] = {}
+        windows: list[Window] = []
+        for number, size in enumerate(sizes):
+            windows.append(Window(loop))
+            of_entry = sink or windows[-1]
+            entry = OutgoingEntry(Channel(Keys("m"), b"replies", 100), MSGPACK, None, of_entry)
+            for name in (f"{number}-{at}" for at in range(size)):
+                targets[name] = loop.create_future() if sink else windows[-1].reserve(1)[0]
+                entry.add(name, targets[name], NO_FIELDS, b"", b"1")
+                awaited.entries[name] = entry
+        head, width = tensor_head(datatype, [2], 2 * WIDTHS[datatype]), 2 * WIDTHS[datatype]
+        rows = Rows(head, bytes(width * len(targets)), width)
+        columns = encode_columns_map(ResultColumns(list(targets), MSGPACK, rows, 2, 1, 1))
+        alone = [envelope(name, content_type=MSGPACK, body=head + bytes(width)) for name in targets]
+        packed = [b"results", msgpack.packb(alone)] if sizes == [1] else [b"columns", b"\x91" + columns]
+        awaited.on_results(packed)
+        if sink:
+            found = [await target for target in targets.values()]
+        else:
+            found = [await window.take() for window in windows for _ in range(len(window))]
+        arrays = [value.value if isinstance(value, Reply) else value for value in found]
+        for number, array in enumerate(arrays):
+            array[:] += number + 1
+        assert [array.tolist() for array in arrays] == [[n + 1, n + 1] for n in range(len(targets))]
 
 
 async def test_a_request_whose_result_is_malformed_fails_at_once() -> None:

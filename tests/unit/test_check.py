@@ -219,6 +219,9 @@ def test_content_type_and_fields_reach_the_model(checked: Check) -> None:
     assert (status, "body 1: 3 bytes of image/png" in printed) == (0, True)
     status, printed = checked("named", "@image.png", "--content-type", "image/png", "--accept", "text/plain")
     assert (status, "body 1: 4 bytes of text/plain" in printed) == (0, True)
+    for content_type in ("application/json; charset=utf-8", "Application/JSON"):
+        status, printed = checked("shout", "hello", "--content-type", content_type)
+        assert (status, 'body 1: "HELLO"' in printed) == (0, True)
     status, printed = checked("Greeting", "Ada", "--field", "language=fr")
     assert (status, 'body 1: "fr Ada"' in printed) == (0, True)
 
@@ -250,6 +253,8 @@ def test_model_of_the_readme_runs_with_torch(checked: Check, monkeypatch: pytest
     ("option", "error"),
     [
         (("--content-type", "html"), "--content-type: 'html' is no content type"),
+        (("--accept", "html"), "--accept: 'html' is no content type"),
+        (("--content-type", "application/json; charset=latin-1"), "charset latin-1, but JSON is UTF-8"),
         (("--field", "language"), "--field: 'language' is not NAME=VALUE"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
 from typing import Any, Final
@@ -21,14 +22,17 @@ from carpool.client.options import (
     checked_timeout_s,
     optional_fields,
 )
+from carpool.client.retries import left_of
 from carpool.errors import CarpoolError, InvalidArgumentError
+from carpool.messages import Entry, Run
+from carpool.model_settings import ModelSettings
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
     COLUMN_FIELDS,
     MAX_EXTRA_BYTES,
     STORED_BODY_FIELDS,
-    read_extra_fields,
 )
+from carpool.wire.runs import decode_attributes
 
 SURROGATE: Final = os.fsdecode(b"\xff.png")
 ENDLESS: Final = 10**5000  # Python does not write it, and hiredis ends the process
@@ -69,6 +73,15 @@ def fields_of(**options: Any) -> dict[str, Any]:
         ({"content_type": 7}, "content_type"),
         ({"content_type": f"image/png; name={SURROGATE}"}, "content_type"),
         ({"content_type": "x" * 200}, "content_type"),
+        ({"accept": 7}, "accept"),
+        *[({name: 5.0}, name) for name in ("priority", "cost", "sequence_index")],
+        *[({name: "5"}, name) for name in ("priority", "cost", "sequence_index", "not_before")],
+        *[({name: np.True_}, name) for name in ("priority", "lane", "tenant", "not_before")],
+        ({"priority": 10}, "priority"),
+        ({"cost": -1}, "cost"),
+        ({"fields": {"cost": "5"}}, "cost"),
+        ({"fields": {"when": np.datetime64("2026")}}, "when"),
+        ({"fields": {"number": np.longdouble(1)}}, "number"),
         ({"not_before": True}, "not_before"),
         ({"fields": {"file": SURROGATE}}, "file"),
         ({"fields": {"priority": True}}, "priority"),
@@ -86,7 +99,6 @@ def fields_of(**options: Any) -> dict[str, Any]:
         ({"sequence_id": SURROGATE}, "sequence_id"),
         ({"sequence_id": Text("s")}, "sequence_id"),
         ({"sequence_id": "s", "sequence_start": 1}, "sequence_start"),
-        ({"sequence_id": "s", "sequence_end": np.True_}, "sequence_end"),
         ({"sequence_id": "s", "sequence_index": True}, "sequence_index"),
         ({"sequence_id": "s", "sequence_index": 2**53 + 1}, "sequence_index"),
     ],
@@ -128,6 +140,8 @@ def test_numbers_beside_the_fields_are_checked(value: Any) -> None:
         (np.bytes_(b"\xff"), b"\xff"),
         (1.0, "1.0"),
         (np.float64(0.5), "0.5"),
+        (np.float32(0.5), "0.5"),
+        (np.float16(0.5), "0.5"),
         (float("nan"), "nan"),
         (True, 1),
         (np.False_, 0),
@@ -139,9 +153,37 @@ def test_members_of_enums_and_values_of_numpy_are_what_they_hold(value: Any, sen
     assert (type(found["k"]), *map(type, found)) == (type(sent), str)
 
 
-def test_a_lane_is_text() -> None:
+@pytest.mark.parametrize("name", ["lane", "tenant", "traceparent"])
+@pytest.mark.parametrize("value", [7, np.int8(7), 0.5, np.float32(0.5), Owner.ACME])
+def test_numbers_in_fields_of_text_are_their_digits(name: str, value: Any) -> None:
     """In a packed entry, a number would be refused."""
-    assert fields_of(lane=7) == {"lane": "7"}
+    text = value.value if isinstance(value, Owner) else str(value)
+    options = {} if name == "traceparent" else {name: value}
+    assert fields_of(**options) == dict.fromkeys(options, text)
+    assert fields_of(fields={name: value}) == {name: text}
+
+
+@pytest.mark.parametrize("five", [5, np.int64(5), np.uint8(5)])
+def test_numbers_of_numpy_are_numbers(five: Any) -> None:
+    options = {
+        "priority": five,
+        "cost": five,
+        "sequence_id": "s",
+        "sequence_index": five,
+        "sequence_end": True,
+    }
+    found = fields_of(**options)
+    assert found == {**options, "sequence_end": 1}
+    assert {type(found[name]) for name in ("priority", "cost", "sequence_index")} == {int}
+    assert check_retries(five) == 5
+    seconds: Any
+    for seconds in (five, np.float32(five), np.float64(five)):
+        timeout_s = checked_timeout_s(seconds)
+        assert (timeout_s, type(timeout_s) in (int, float)) == (5, True)
+        assert fields_of(not_before=seconds) == {"not_before": 5000}
+        assert left_of({"not_before": seconds}, None, 2)["not_before"] == 3
+    endless: Any = np.float32("inf")
+    assert checked_timeout_s(endless) is None
 
 
 OWN_FIELDS: Final = CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"slots"}
@@ -208,9 +250,14 @@ def test_whatever_is_accepted_can_be_sent(options: Any) -> None:
     assert outcome(unpacked) == outcome(packed)
 
 
+ENTRY: Final = Entry("1-0", 0)
+
+
 def outcome(fields: dict[str, Any]) -> Any:
-    """What the model gets, or why the request is refused."""
+    """What a batcher reads, and the model gets, or why the request is refused."""
+    run = Run(ENTRY, ["a"], [b"7"])
     try:
-        return read_extra_fields(fields)
+        decode_attributes(run, fields, ModelSettings())
     except CarpoolError as error:
         return error.detail
+    return {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from carpool.errors import InvalidArgumentError
+from carpool.messages import JSON
 from carpool.settings import BatcherSettings, read_settings
 from carpool.text_files import read_text
+from carpool.wire.bodies import decode_body
 from carpool_cli.check import CheckSettings, _requests
 from carpool_cli.infer import read_body
 
@@ -35,6 +38,30 @@ def test_body_of_a_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(b"gr\xfcn")
     with pytest.raises(InvalidArgumentError, match=r"not UTF-8 text \(byte 0xfc in line 1\).*--content-type"):
         read_body(f"@{tmp_path / 'body'}")
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ('{"a": 1, "a": 2}', "the name 'a' is in a map more than once"),
+        ("1e400", "the number 1e400 is outside the range of FP64"),
+        ("[1, NaN]", "not JSON"),
+        ("9" * 5000, "a whole number has more than 4300 digits"),
+        ("[" * 65 + "]" * 65, "nested deeper than 64"),
+        ('"\\ud800"', "lone surrogate"),
+        ('{"datatype": "INT8", "shape": [1], "data": [300]}', "body.data"),
+    ],
+)
+def test_body_that_services_refuse_is_refused(body: str, why: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=why):
+        read_body(body)
+    with pytest.raises(InvalidArgumentError, match=why):
+        decode_body(JSON, body.encode())
+
+
+def test_tensor_in_a_body_is_sent_as_it_is_written() -> None:
+    tensor = {"datatype": "FP32", "shape": [2, 1], "data": [[1], [2.5]]}
+    assert read_body(json.dumps(tensor)) == tensor
 
 
 def test_lines_of_bodies_end_with_a_line_and_not_with_a_character_of_json(tmp_path: Path) -> None:

@@ -85,7 +85,6 @@ class Producer:
         self.channel = Channel(Keys("m"), b"replies", 64)
         self.transport = Transport(
             "redis://nowhere",
-            "me",
             lambda flat: False,
             self.rejected.__setitem__,
             lambda entry: None,
@@ -104,7 +103,7 @@ class Producer:
 @pytest.fixture
 async def producer(links: list[FakeLink]) -> Producer:
     made = Producer()
-    await made.transport.open()
+    await made.transport.open("me")
     return made
 
 

@@ -28,7 +28,7 @@ from contextlib import aclosing, suppress
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self, TypeVar, Unpack
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
 import numpy as np
 
@@ -88,6 +88,7 @@ T = TypeVar("T")
 WRITTEN_TOGETHER_MIN: Final = 64  # requests in full entries that are sent before the others
 # Of a body. At a larger string, a Redis as ops/redis configures it closes the connection, each time anew.
 STRING_BYTES_MAX: Final = 256 * 1024 * 1024
+_FORKED: Final = "this process was forked from the one that sent the request"
 
 
 class AsyncClient:
@@ -102,6 +103,9 @@ class AsyncClient:
 
     One that nobody has any more, and whose requests have results, closes itself, with a ResourceWarning. For
     that, what belongs to the event loop (connections, timers) does not keep it.
+
+    One that is made before a fork and connects after it serves each process by itself. One that was connected
+    before is the parent's: in the child, its calls raise RuntimeError.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class AsyncClient:
         self._url, self._prefix = connection(url, prefix)
         self._timeout_s = checked_timeout_s(timeout)
         self.timed_out = 0
-        self._name = f"py-{secrets.token_hex(8)}"
+        self._name = ""  # of the reply stream, and of what is sent: see `connect`
         self._numbers = count()
         self._channels: dict[str, Channel] = {}  # by model
         self._awaited = AwaitedRequests(_weakly(self._withdraw))
@@ -130,12 +134,13 @@ class AsyncClient:
         self._timeouts = Timeouts(_weakly(self._on_timeout))
         self._opening: asyncio.Future[None] | None = None
         self._closed = False
+        self._is_inherited = False  # this process was forked from the one that has the connections
         self._transport = self._new_transport(self._url, Durability.of(durability))
         self._model_lookups: set[asyncio.Future[None]] = set()  # under way
 
     def _new_transport(self, url: str, durability: Durability) -> Transport | ClusterTransport:
         on_results, on_rejected = self._awaited.on_results, self._awaited.fail
-        parts = (url, self._name, on_results, on_rejected, _weakly(self._on_unconfirmed))
+        parts = (url, on_results, on_rejected, _weakly(self._on_unconfirmed))
         unanswered = self._awaited.of_entries
         if not is_cluster(url):
             return Transport(*parts, unanswered, durability)
@@ -184,11 +189,13 @@ class AsyncClient:
     async def connect(self) -> None:
         """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached, and
         UnimplementedError if it cannot give the `durability`."""
-        if self._closed:
-            raise UnavailableError("this client is closed")
+        self._check_open()
         if self._opening is None:
             self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
-            self._opening = asyncio.ensure_future(self._transport.open())
+            # Not before: each process that is forked from one with this client needs a name of its own.
+            self._name = f"py-{secrets.token_hex(8)}"
+            self._opening = asyncio.ensure_future(self._transport.open(self._name))
+            _CONNECTED.add(self)
         self._check_loop()
         opening = self._opening
         try:
@@ -231,12 +238,23 @@ class AsyncClient:
         refused have failed by then, and so have those that it could not confirm, with UnconfirmedError.
         Raises UnavailableError.
         """
+        self._check_open()
         await asyncio.sleep(0)  # requests to models that were not used before begin with a look-up
         while self._model_lookups:
             await asyncio.wait(self._model_lookups)
             await asyncio.sleep(0)
         self._send_collected()
         await self._call("PING")  # replied to after all that was written before
+
+    def _check_open(self) -> None:
+        """Raise UnavailableError if this is closed, and RuntimeError if it is a parent process's."""
+        if self._is_inherited:
+            raise RuntimeError(
+                "this client was connected before a fork, so it is the parent process's: make a client in "
+                "each process, or use it first after the fork"
+            )
+        if self._closed:
+            raise UnavailableError("this client is closed")
 
     def _check_loop(self) -> None:
         """Raise RuntimeError in another event loop than that of the connections. Done for each entry."""
@@ -492,7 +510,7 @@ class AsyncClient:
     def _add(self, channel: Channel, body: Any, options: RequestOptions, sink: Sink, target: Any) -> str:
         """Add a request to an entry; return its correlation ID. Its result goes to the target in the sink."""
         if self._closed:
-            raise UnavailableError("this client is closed")
+            self._check_open()
         if self._transport.is_full:
             raise self._transport.full_error()
         timeout_s, fields, correlation_id, content_type = self._timeout_s, NO_FIELDS, None, None
@@ -575,14 +593,14 @@ class AsyncClient:
         in_flight: int,
     ) -> None:
         """Send the rows of an array, in entries of as many requests as the entries of other requests have."""
+        self._check_open()
         self._check_loop()
         timeout_s, fields = self._read_options(options)
         width = array.nbytes // len(array)
         step = max(1, min(channel.entry_requests_max, in_flight, MAX_ENTRY_BYTES // width))
         for start in range(0, len(array), step):
             await gathering.wait(in_flight - step)
-            if self._closed:
-                raise UnavailableError("this client is closed")
+            self._check_open()
             if self._transport.is_full:
                 raise self._transport.full_error()
             rows = array[start : start + step]
@@ -629,11 +647,12 @@ class AsyncClient:
     # --- sequences -----------------------------------------------------------------------------------------
 
     def _sequence_progress(self, model: str, sequence_id: str | None) -> SequenceProgress:
-        name = f"{self._name}-{next(self._numbers)}" if sequence_id is None else sequence_id
+        name = f"py-{secrets.token_hex(8)}" if sequence_id is None else sequence_id
         return SequenceProgress(model, name)
 
     async def _enter_sequence(self, progress: SequenceProgress) -> None:
         """Look its model up. From then on requests are sent without waiting, in the order of the calls."""
+        self._check_open()
         if progress.model not in self._channels:
             await self._open_channel(progress.model, self._timeout_s)
         progress.begin()
@@ -687,6 +706,19 @@ class AsyncClient:
             self._open.clear()
             self._collect(last)
         last.sequence_ids.append(progress.sequence_id)
+
+    # --- forks ---------------------------------------------------------------------------------------------
+
+    def _on_fork(self) -> None:
+        """This is the child of a fork, and the connections are its parent's: use them no more. What awaits
+        results on an event loop that the child goes on with fails."""
+        self._closed = self._is_inherited = True
+        self._transport.disown()
+        self._fail_inherited()
+
+    def _fail_inherited(self) -> None:
+        self._awaited.fail_all(_FORKED)
+        self._timeouts.close()
 
     # --- timeouts, withdrawals and lost connections --------------------------------------------------------
 
@@ -751,6 +783,17 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if found is None else found(*arguments)
 
     return call
+
+
+_CONNECTED: Final[WeakSet[AsyncClient]] = WeakSet()
+
+
+def _on_fork() -> None:
+    for client in list(_CONNECTED):
+        client._on_fork()
+
+
+os.register_at_fork(after_in_child=_on_fork)
 
 
 def _abandon(transport: Transport | ClusterTransport, timeouts: Timeouts) -> None:

@@ -45,8 +45,9 @@ class ClusterTransport:
         self._opening_error: LinkError | None = None
         self._closed = False
 
-    async def open(self) -> None:
-        """Connect. Raises LinkError."""
+    async def open(self, name: str) -> None:
+        """Connect, with reply streams of this name. Raises LinkError."""
+        self._name = name
         await self._transport_of(self._first_key)
 
     async def close(self) -> None:
@@ -61,6 +62,12 @@ class ClusterTransport:
         self._closed = True
         for opening in self._opening.values():
             opening.add_done_callback(_abandon_opened)
+
+    def disown(self) -> None:
+        """As Transport.disown."""
+        self._closed = True
+        for transport in self._open:
+            transport.disown()
 
     async def _transport_of(self, key: str) -> Transport:
         slot = slot_of(key)
@@ -79,7 +86,7 @@ class ClusterTransport:
             key,
             lambda: [entry for entry in self._unanswered() if self._of_channels[entry.channel] is transport],
         )
-        await transport.open()
+        await transport.open(self._name)
         self._open.append(transport)
         return transport
 

@@ -16,6 +16,7 @@ from carpool.client.options import RequestOptions
 from carpool.errors import InternalError, InvalidArgumentError
 from carpool.messages import MSGPACK, RAW
 from carpool.wire.bodies import encode_body
+from carpool.wire.content_types import canonical
 from carpool.wire.tensors import Array, datatype_of, is_bfloat16, tensor_head, to_bytes
 from carpool.wire.values import bodies_of
 
@@ -73,12 +74,15 @@ class BodyEncoder:
         return [self.take(body, options)[0] for body in bodies]
 
     def encode(self, body: Any, content_type: str | None) -> tuple[str, bytes, bytes]:
-        """The content type of a body, its head, and what follows the head. Raises InvalidArgumentError."""
+        """The content type of a body in its canonical form, its head, and what follows the head. Raises
+        InvalidArgumentError."""
         kind = type(body)
         if kind is TakenBody:
             if body.error is not None:
                 raise body.error
             return body.content_type, body.head, body.rest
+        if content_type is not None:
+            content_type = canonical(content_type)
         if kind is np.ndarray and (content_type is None or content_type == MSGPACK):
             head = self._heads.get((body.dtype, body.shape)) or self._make_head(body.dtype, body.shape)
             if head is not None:
@@ -88,7 +92,7 @@ class BodyEncoder:
         if content_type is None:
             content_type = RAW if isinstance(body, bytes | bytearray | memoryview) else MSGPACK
         try:
-            return content_type, _NO_HEAD, encode_body(content_type, body, strict_names=True)
+            return content_type, _NO_HEAD, encode_body(content_type, body, of_request=True)
         except InternalError as error:
             raise InvalidArgumentError(f"body: {error.detail}") from None
 
@@ -98,7 +102,8 @@ class BodyEncoder:
             raise InvalidArgumentError("body: an array without dimensions has no rows")
         if "correlation_id" in options:
             raise InvalidArgumentError("correlation_id: cannot be the same for several requests")
-        if options.get("content_type") not in (None, MSGPACK):
+        content_type = options.get("content_type")
+        if isinstance(content_type, str) and canonical(content_type) != MSGPACK:
             return None
         if not 0 < array.nbytes < LARGE_BODY_BYTES * len(array):
             return None

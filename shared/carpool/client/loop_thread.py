@@ -74,7 +74,7 @@ class LoopThread:
 
     def call(self, function: Callable[..., object], *args: Any) -> bool:
         """Call a function on the thread, soon. Returns False if nothing runs there (any more)."""
-        if self._loop is None or self.why_ended:
+        if self._loop is None or self.why_ended or self._pid != os.getpid():
             return False
         try:
             self._loop.call_soon_threadsafe(function, *args)
@@ -122,9 +122,13 @@ class LoopThread:
         except queue.Empty:
             raise self._silent(limit_s) from None
 
-    def _check_can_wait(self) -> None:
+    def check_process(self) -> None:
+        """Raise UnconfirmedError in a process that was forked from that of the thread: nothing runs here."""
         if self._pid != os.getpid():
             raise UnconfirmedError("this process was forked from the one that sent the request")
+
+    def _check_can_wait(self) -> None:
+        self.check_process()
         if self.is_current:
             raise RuntimeError(
                 "the client's own thread would wait for itself: callbacks of futures run on it, and must not "
@@ -222,13 +226,19 @@ class RequestFuture(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """As Future.result."""
-        if timeout is not None or self.done():
+        if self.done():
+            return super().result(timeout)
+        if timeout is not None:
+            self._loop_thread.check_process()
             return super().result(timeout)
         return self._loop_thread.wait(super().result, self.done, self._timeout_s)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As Future.exception."""
-        if timeout is not None or self.done():
+        if self.done():
+            return super().exception(timeout)
+        if timeout is not None:
+            self._loop_thread.check_process()
             return super().exception(timeout)
         return self._loop_thread.wait(super().exception, self.done, self._timeout_s)
 

@@ -9,22 +9,25 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Container, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final, TypedDict
 
 import numpy as np
 
 from carpool.errors import InvalidArgumentError
 from carpool.keys import CORRELATION_ID
-from carpool.messages import JSON
-from carpool.wire.content_types import canonical
+from carpool.messages import PRIORITY_LEVELS
+from carpool.wire.content_types import ACCEPT, checked
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
     COLUMN_FIELDS,
+    MAX_COST,
     MAX_EXTRA_BYTES,
     PASSED_ON_FIELDS,
     STORED_BODY_FIELDS,
 )
 from carpool.wire.sequence_fields import MAX_INDEX
+from carpool.wire.values import plain
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 IN_FLIGHT: Final = 1024
@@ -33,6 +36,17 @@ TIMEOUT_MAX_S: Final = 366 * 24 * 3600
 _INT_MIN: Final = -(1 << 63)
 _INT_MAX: Final = (1 << 64) - 1
 
+# What each option takes, also where it is among the further fields. A value of numpy and a member of an Enum
+# is what it holds; True and False are no numbers.
+_WHOLE_NUMBERS: Final = {  # from which to which; no floats, and no text
+    "priority": (0, PRIORITY_LEVELS - 1),
+    "cost": (0, MAX_COST),
+    "retries": (0, RETRIES_MAX),
+    "sequence_index": (0, MAX_INDEX),
+}
+_TEXTS: Final = frozenset({"lane", "tenant", "traceparent", ACCEPT})  # a number becomes its digits
+# Beside these: seconds, int or float (`timeout`, `not_before`); a content type (`content_type`, `accept`); an
+# ID, a plain str (`correlation_id`, `sequence_id`); True or False (`sequence_start`, `sequence_end`).
 # They are options, too, but have a meaning only together, so they may not be among the further fields.
 SEQUENCE_OPTIONS: Final = ("sequence_id", "sequence_start", "sequence_end", "sequence_index")
 _OWN_OPTIONS: Final = frozenset({*SEQUENCE_OPTIONS, "not_before"})  # have checks of their own
@@ -46,7 +60,7 @@ _RESERVED_FIELDS: Final = (CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS |
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of a request.
+    """Options of a request. They mean the same in whatever entry the request is sent.
 
     `timeout`: seconds until the request fails, None for no limit; by default the client's. It is sent with
         the request as its expiration; the model's settings may override that.
@@ -90,10 +104,13 @@ class RequestOptions(TypedDict, total=False):
 def checked_timeout_s(timeout_s: float | None) -> float | None:
     """A valid timeout; infinity becomes None. Raises InvalidArgumentError: with 0 or less, the request could
     only expire."""
-    if timeout_s is None or timeout_s == math.inf:
+    if timeout_s is None:
         return None
-    if _is_number(timeout_s) and 0 < timeout_s <= TIMEOUT_MAX_S:  # false for NaN
-        return timeout_s
+    number = seconds(timeout_s)
+    if number == math.inf:
+        return None
+    if number is not None and 0 < number <= TIMEOUT_MAX_S:  # false for NaN
+        return number
     raise InvalidArgumentError(
         f"timeout: {_shown(timeout_s)} must be a number of seconds, more than 0 and at most {TIMEOUT_MAX_S}, "
         "or None for no limit"
@@ -110,8 +127,6 @@ def optional_fields(options: RequestOptions, timeout_s: float | None) -> dict[st
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     check_no_retries(options)
     fields: dict[str, Any] = {name: _sendable(name, value) for name, value in _given_fields(options)}
-    if type(lane := fields.get("lane")) is int:  # in a packed entry, a lane must be text
-        fields["lane"] = str(lane)
     if sum([len(name) + len(value) for name, value in fields.items() if type(value) is not int]) > (
         MAX_EXTRA_BYTES
     ):
@@ -120,6 +135,9 @@ def optional_fields(options: RequestOptions, timeout_s: float | None) -> dict[st
         )
     if (content_type := options.get("content_type")) is not None:
         _check_content_type(content_type)
+    if ACCEPT in fields:
+        accept = fields[ACCEPT]
+        checked(ACCEPT, accept if type(accept) is str else accept.decode("ascii", "replace"))
     if options.get("not_before"):
         fields["not_before"] = _not_before_ms(options["not_before"], timeout_s)
     if not options.keys().isdisjoint(SEQUENCE_OPTIONS):
@@ -156,26 +174,58 @@ def _sendable(name: str, value: Any) -> bytes | str | int:
     0, as `stream` is, but not in a field with a meaning of its own. A float becomes text: 1.0 equals 1, so
     requests with either would share their fields.
     """
-    if type(value) is bytes:
+    if name in _WHOLE_NUMBERS:
+        return _whole_number(name, value)
+    if type(value) is bytes or (type(value) is str and value.isascii()):
         return value
     if isinstance(value, str):
         return _encodable(f"{name!r:.60}", value)
     if isinstance(value, bytes):
         return bytes(value)
+    if isinstance(value, np.generic):
+        with suppress(TypeError, ValueError, OverflowError):  # of a value that is no number
+            value = plain(value)
     if isinstance(value, float):
         return float.__repr__(value)
-    is_flag = isinstance(value, bool | np.bool_)
+    is_flag = isinstance(value, bool)
     if is_flag and name not in CARPOOL_FIELDS | PASSED_ON_FIELDS:
         return int(value)
-    try:
-        number = None if is_flag else operator.index(value)
-    except TypeError:
-        number = None
+    number = None if is_flag else _index(value)
     if number is None:
         raise InvalidArgumentError(f"{name!r:.60}: must be bytes, text or a number, not {_shown(value)}")
     if not _INT_MIN <= number <= _INT_MAX:
         raise InvalidArgumentError(f"{name!r:.60}: a whole number must have at most 64 bits")
+    return str(number) if name in _TEXTS else number
+
+
+def _index(value: Any) -> int | None:
+    """The whole number that a value is; None if it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _whole_number(name: str, value: Any) -> int:
+    """The number that an option has. Raises InvalidArgumentError."""
+    lowest, highest = _WHOLE_NUMBERS[name]
+    number = value if type(value) is int else None if isinstance(value, bool | np.bool_) else _index(value)
+    if number is None or not lowest <= number <= highest:
+        raise InvalidArgumentError(
+            f"{name}: {_shown(value)} must be a whole number from {lowest} to {highest}"
+        )
     return number
+
+
+def seconds(value: Any) -> float | None:
+    """The number that a value is; None if it is none."""
+    if type(value) is float or type(value) is int:
+        return value
+    if isinstance(value, np.floating):
+        return float(value)
+    if isinstance(value, np.integer):
+        return int(value)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _encodable(what: str, text: str) -> str:
@@ -192,15 +242,9 @@ def _encodable(what: str, text: str) -> str:
 
 
 def _check_content_type(content_type: Any) -> None:
-    if isinstance(content_type, str) and canonical(_encodable("content_type", content_type)):
-        return
-    raise InvalidArgumentError(
-        f"content_type: {_shown(content_type)} is no content type, such as {JSON} or image/png"
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(content_type, str):
+        raise InvalidArgumentError(f"content_type: {_shown(content_type)} must be text, such as image/png")
+    checked("content_type", _encodable("content_type", content_type))
 
 
 def _shown(value: Any) -> str:
@@ -213,15 +257,16 @@ def _shown(value: Any) -> str:
 
 def _not_before_ms(not_before_s: float | None, timeout_s: float | None) -> int:
     """Raises InvalidArgumentError."""
-    if not_before_s is None or not _is_number(not_before_s) or not 0 < not_before_s <= TIMEOUT_MAX_S:
+    number = seconds(not_before_s)
+    if number is None or not 0 < number <= TIMEOUT_MAX_S:
         raise InvalidArgumentError(
             f"not_before: {_shown(not_before_s)} must be a number of seconds, 0 or more"
         )
-    if timeout_s is not None and not_before_s >= timeout_s:
+    if timeout_s is not None and number >= timeout_s:
         raise InvalidArgumentError(
-            f"not_before: {not_before_s:g} s must be less than the timeout, which is {timeout_s:g} s"
+            f"not_before: {number:g} s must be less than the timeout, which is {timeout_s:g} s"
         )
-    return max(1, round(not_before_s * 1000))
+    return max(1, round(number * 1000))
 
 
 def check_no_retries(options: RequestOptions) -> None:
@@ -234,11 +279,7 @@ def check_no_retries(options: RequestOptions) -> None:
 
 def check_retries(retries: Any) -> int:
     """How often a request may be sent again. Raises InvalidArgumentError."""
-    if type(retries) is not int or not 0 <= retries <= RETRIES_MAX:
-        raise InvalidArgumentError(
-            f"retries: {_shown(retries)} must be a whole number from 0 to {RETRIES_MAX}"
-        )
-    return retries
+    return _whole_number("retries", retries)
 
 
 def _sequence_fields(options: RequestOptions) -> dict[str, Any]:
@@ -246,16 +287,13 @@ def _sequence_fields(options: RequestOptions) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name in ("sequence_start", "sequence_end"):
         value = options.get(name, False)
-        if type(value) is not bool:
+        if not isinstance(value, bool | np.bool_):
             raise InvalidArgumentError(f"{name}: {_shown(value)} must be True or False")
         if value:
             fields[name] = 1
     index, sequence_id = options.get("sequence_index"), options.get("sequence_id")
     if index is not None:
-        if type(index) is not int or not 0 <= index <= MAX_INDEX:
-            raise InvalidArgumentError(
-                f"sequence_index: {_shown(index)} must be a whole number from 0 to {MAX_INDEX}"
-            )
+        index = _whole_number("sequence_index", index)
         if ("sequence_start" in fields) != (index == 0):
             raise InvalidArgumentError("sequence_index: must be 0 with sequence_start, and only there")
         fields["sequence_index"] = index

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any, Final
 
 from carpool.backoff import with_jitter
-from carpool.client.options import RequestOptions, check_retries, checked_timeout_s
+from carpool.client.options import RequestOptions, check_retries, checked_timeout_s, seconds
 from carpool.errors import CarpoolError, InternalError, ResourceExhaustedError, UnavailableError
 
 PAUSE_S_MIN: Final = 0.1
@@ -54,9 +54,9 @@ def left_of(options: RequestOptions, timeout_s: float | None, elapsed_s: float) 
     left: RequestOptions = {**options}
     if timeout_s is not None:
         left["timeout"] = max(TIMEOUT_S_MIN, timeout_s - elapsed_s)
-    not_before_s = options.get("not_before")
-    if isinstance(not_before_s, int | float):
-        left["not_before"] = max(0, not_before_s - elapsed_s) if not_before_s > 0 else not_before_s
+    not_before_s = seconds(options.get("not_before"))
+    if not_before_s is not None and not_before_s > 0:
+        left["not_before"] = max(0, not_before_s - elapsed_s)
     return left
 
 

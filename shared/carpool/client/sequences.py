@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
@@ -37,6 +38,19 @@ class SequenceProgress:
         self._losses = 0  # when it began
         self._has_failed = False
         self._has_ended = False  # with the result of its last request
+        self._pid = os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one whose sequence it is."""
+        return self._pid != os.getpid()
+
+    def _check_process(self) -> None:
+        if self.is_inherited:
+            raise RuntimeError(
+                f"sequence {self.sequence_id}: this process was forked from the one that made it: make one "
+                "in each process"
+            )
 
     def check_answered(self) -> None:
         """Raise RuntimeError if requests have no outcome yet."""
@@ -48,12 +62,14 @@ class SequenceProgress:
 
     def begin(self) -> None:
         """The next request is the first one. Raises RuntimeError if earlier ones have no outcome yet."""
+        self._check_process()
         self.check_answered()
         self._index, self._why_over = 0, ""
         self._has_failed = self._has_ended = False
 
     def next_options(self, options: RequestOptions, *, end: bool) -> RequestOptions:
         """These options and those of the sequence. Raises AbortedError if no request can follow."""
+        self._check_process()
         for name in SEQUENCE_OPTIONS:
             if name in options:
                 raise InvalidArgumentError(f"{name}: the sequence sets this option itself; remove it")
@@ -94,6 +110,8 @@ class SequenceProgress:
         twice may be left over, and would wait for a sequence of the same name to begin.
         """
         self._why_over = "its block was left"
+        if self.is_inherited:
+            return False
         return self._index > 0 and not (self._has_ended and losses == self._losses)
 
 
@@ -210,7 +228,7 @@ class BlockingSequence:
     ) -> None:
         """Wait for all results, unless an exception leaves the block. Then end the sequence."""
         try:
-            while kind is None and self._in_flight:
+            while kind is None and self._in_flight and not self._progress.is_inherited:
                 concurrent.futures.wait(self._in_flight.copy())
         finally:
             self._end(self._progress)

@@ -55,16 +55,15 @@ class Sink(Protocol):
 def rows_of(array: Array) -> list[Array]:
     """The rows of an array, as views that keep at most COLUMN_KEPT_BYTES_MAX alive, or one row.
 
-    A program may keep a few results of many, and a view keeps the whole array: a larger one is divided.
+    A program may keep a few results of many, and a view keeps the whole array: a larger one is divided. Rows
+    may be written to, as the result of a request that was alone may: the bytes that were received are copied.
     """
     if array.nbytes <= COLUMN_KEPT_BYTES_MAX or len(array) == 1:
-        return _views(array)
+        return _views(array if array.flags.writeable else array.copy())
     step = max(1, COLUMN_KEPT_BYTES_MAX * len(array) // array.nbytes)
     rows: list[Array] = []
     for start in range(0, len(array), step):
-        part = array[start : start + step].copy()
-        part.setflags(write=False)
-        rows += _views(part)
+        rows += _views(array[start : start + step].copy())
     return rows
 
 

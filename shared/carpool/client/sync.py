@@ -85,6 +85,9 @@ class _ThreadClient(AsyncClient):
         """Whether no request is to be sent, or has no result."""
         return not self._awaited and not self._collected
 
+    def _fail_inherited(self) -> None:
+        """Not here: the parent's thread may have held the lock of a future. Waits look at the process."""
+
     def on_loop_end(self, why: str) -> None:
         """The event loop has stopped, perhaps while requests waited: these fail."""
         self._closed = True
@@ -300,7 +303,8 @@ class Client:
     """`AsyncClient` on a thread of its own. Any number of threads may share one Client.
 
     Threads do not survive a fork. So in a child process (gunicorn with --preload, Celery, multiprocessing) a
-    Client has another thread, with connections of its own: what was sent before belongs to the parent.
+    Client has another thread, with connections of its own: what was sent before belongs to the parent. To
+    wait for it is an UnconfirmedError, and sequences that were made before are a RuntimeError.
 
     The thread ends with `close` or the end of a `with`. A Client that nobody has any more closes itself, with
     a ResourceWarning, once its requests have their results.

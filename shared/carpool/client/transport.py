@@ -103,7 +103,6 @@ class Transport:
     def __init__(
         self,
         url: str,
-        name: str,
         on_results: Callable[[Sequence[bytes]], bool],
         on_rejected: Callable[[OutgoingEntry, CarpoolError], None],
         on_unconfirmed: Callable[[OutgoingEntry], None],
@@ -114,7 +113,6 @@ class Transport:
         self._url = url
         self._durability = durability
         self._is_confirming = False  # Redis has not replied to the last command that confirms entries
-        self._name = name
         self._key = key
         self._on_results = on_results
         self._on_rejected = on_rejected
@@ -143,8 +141,10 @@ class Transport:
 
     # --- used by AsyncClient -------------------------------------------------------------------------------
 
-    async def open(self) -> None:
-        """Connect. Raises LinkError, and UnimplementedError if Redis cannot give the durability."""
+    async def open(self, name: str) -> None:
+        """Connect, with reply streams of this name. Raises LinkError, and UnimplementedError if Redis cannot
+        give the durability."""
+        self._name = name
         self._loop = asyncio.get_running_loop()
         await self._connect()
         self._check_silence()
@@ -163,10 +163,13 @@ class Transport:
         self._disconnect()
         if was_connected:
             await asyncio.sleep(0)  # the sockets are closed in the next iteration of the event loop
+        self._fail_calls("the client was closed before Redis replied")
+
+    def _fail_calls(self, why: str) -> None:
         calls = [waiter for waiter in self._waiters if isinstance(waiter, asyncio.Future)]
         for call in [*calls, *(call for _, call in self._commands)]:
             if call is not None and not call.done():
-                call.set_exception(UnavailableError("the client was closed before Redis replied"))
+                call.set_exception(UnavailableError(why))
 
     def abandon(self) -> None:
         """As `close`, without waiting: nobody has the client any more."""
@@ -174,6 +177,14 @@ class Transport:
             self._loop.call_soon(self._disconnect)
         else:
             self._disconnect()
+
+    def disown(self) -> None:
+        """As `abandon`, in the child of a fork: the connections are its parent's, which keeps them."""
+        if self._connected:
+            self._writer.disown()
+            self._reader.disown()
+        self._disconnect()
+        self._fail_calls("this process was forked before Redis replied")
 
     def _disconnect(self) -> None:
         self._closed = True

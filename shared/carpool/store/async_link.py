@@ -160,6 +160,18 @@ class AsyncLink(asyncio.Protocol):
             transport.abort()
             self._detach()
 
+    def disown(self) -> None:
+        """In the child of a fork: use the socket no more, which is its parent's. `close` may follow.
+
+        Both processes have it, and share what polls it, if the child goes on with the parent's event loop. So
+        the child must neither read from it nor take it from the poll.
+        """
+        if self._transport is None:
+            return
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, self._transport.get_extra_info("socket").fileno(), inheritable=False)
+        os.close(nothing)
+
     # --- called by asyncio ---------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,8 +23,18 @@ import numpy as np
 
 from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
 from carpool.messages import JSON, MSGPACK, RAW
-from carpool.wire.content_types import ACCEPT, is_value
-from carpool.wire.tensors import TENSOR_FIELDS, decode_tensor, is_tensor, tensor_json, tensor_map, unmasked
+from carpool.wire.content_types import ACCEPT, is_value, other_charset
+from carpool.wire.tensors import (
+    TENSOR_FIELDS,
+    Array,
+    datatype_of,
+    decode_tensor,
+    is_tensor,
+    tensor_json,
+    tensor_map,
+    to_bytes,
+    unmasked,
+)
 from carpool.wire.values import plain
 
 MAX_DEPTH: Final = 64
@@ -45,6 +56,17 @@ def decode_body(content_type: str, body: bytes) -> Any:
     with integers, a producer could choose names that collide in a dict.
     """
     return _decode(content_type, body, strict_names=True)
+
+
+class NotJSONError(InvalidArgumentError):
+    """A body is no JSON at all. Other errors are about JSON that is refused."""
+
+
+def decode_json(body: bytes) -> Any:
+    """As `decode_body`, for JSON: but a tensor remains a map, and NotJSONError says that there is no JSON."""
+    value = _decode_json(body)
+    _replace_tensors(value, None, 0)  # for its errors
+    return value
 
 
 def decode_result(content_type: str, body: bytes) -> Any:
@@ -83,8 +105,10 @@ def _decode_json(body: bytes) -> Any:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
     except _UnclearError as error:
         raise InvalidArgumentError(f"body: {error}") from None
-    except ValueError as error:
-        raise InvalidArgumentError(f"body: not JSON ({error})") from None
+    except json.JSONDecodeError as error:
+        raise NotJSONError(f"body: not JSON ({error})") from None
+    except ValueError:  # of int()
+        raise InvalidArgumentError(f"body: {_TOO_MANY_DIGITS}") from None
     if b"\\" in body and _SURROGATE.search(body) is not None and _has_lone_surrogate(value):
         raise InvalidArgumentError("body: has a text with a lone surrogate, which UTF-8 cannot encode")
     return value
@@ -116,7 +140,7 @@ def _has_lone_surrogate(value: Any) -> bool:
 
 
 def _reject_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _UnclearError(f"not JSON ({name} is not a JSON number)")
 
 
 def _finite(digits: str) -> float:
@@ -136,7 +160,12 @@ def _with_unique_names(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class _UnclearError(ValueError):
-    """What is written is correct JSON or msgpack, but nobody knows which value is meant."""
+    """What is written can be read, but not everybody would read the same value."""
+
+
+_TOO_MANY_DIGITS: Final = (
+    f"a whole number has more than {sys.get_int_max_str_digits()} digits: send it as a text"
+)
 
 
 # Not json.loads: from bytes it also accepts UTF-16, UTF-8 with surrogates, and NaN, as few other parsers do.
@@ -248,19 +277,20 @@ def _check_depth(depth: int) -> None:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}")
 
 
-def encode_body(content_type: str, value: Any, *, strict_names: bool = False) -> bytes:
+def encode_body(content_type: str, value: Any, *, of_request: bool = False) -> bytes:
     """A value as bytes of `content_type`; arrays become tensors. Raises InternalError.
 
-    The names of maps become text in JSON: `strict_names` allows no others, as `decode_body` does. Two that
-    would be the same text are an error.
+    The names of maps become text in JSON, and two that would be the same text are an error. A result may be
+    the bytes of an array. A request is stricter (`of_request`): names are text, as for `decode_body`, and an
+    array is bytes only if it consists of these.
     """
     try:
         if not is_value(content_type):
-            return _encode_bytes(value, content_type)
+            return _encode_bytes(value, content_type, of_request=of_request)
         if content_type == JSON:
             text = _JSON_ENCODER.encode(value)
             if "{" in text and isinstance(value, _JSON_CONTAINERS):
-                _check_json_names(value, strict_names)
+                _check_json_names(value, of_request)
             return text.encode()
         if type(value) in _SCALARS:
             return bytes(_SCALAR_PACKER.pack(value))
@@ -356,6 +386,8 @@ def _json_name(name: Any) -> str:
 def _why(error: Exception) -> str:
     if "Out of range float values" in str(error):
         return "JSON has neither NaN nor infinity, and it has one of these; use application/msgpack"
+    if "set_int_max_str_digits" in str(error):
+        return _TOO_MANY_DIGITS
     return str(error)
 
 
@@ -369,13 +401,23 @@ def result_type(content_type: str, wanted: str, value: Any, *, has_tensors: bool
         return wanted
     if is_value(content_type) or isinstance(value, _BYTES):
         return content_type
-    return RAW if has_tensors and content_type == RAW and isinstance(value, np.ndarray) else JSON
+    return RAW if has_tensors and content_type == RAW and _is_numbers(value) else JSON
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether this is an array that has bytes of its own."""
+    return isinstance(value, np.ndarray) and value.dtype.kind not in "OSTU"
 
 
 def _check_wanted(wanted: str, value: Any) -> None:
     kind = type(value).__name__
     is_text = isinstance(value, str) and wanted.lower().startswith("text/")
-    is_array = isinstance(value, np.ndarray) and wanted == RAW
+    if is_text and (charset := other_charset(wanted)):
+        raise InvalidArgumentError(
+            f"{ACCEPT}: {wanted} names charset {charset}, but this model's result is a text, which is "
+            "written as UTF-8"
+        )
+    is_array = wanted == RAW and _is_numbers(value)
     if not (is_value(wanted) or isinstance(value, _BYTES) or is_text or is_array):
         raise InvalidArgumentError(
             f"{ACCEPT}: {wanted} is bytes, but this model's result is of type {kind}: "
@@ -400,18 +442,31 @@ _JSON_ENCODER: Final = json.JSONEncoder(
 )
 
 
-def _encode_bytes(value: Any, content_type: str) -> bytes:
+def _encode_bytes(value: Any, content_type: str, *, of_request: bool) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, np.ndarray):
-        array = unmasked(value)
-        if array.dtype.kind == "O":
-            raise ValueError("an array of objects has no bytes of its own")
-        return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        return _array_bytes(unmasked(value), of_request=of_request)
     if isinstance(value, str):
+        if charset := other_charset(content_type):
+            raise ValueError(f"a text is written as UTF-8: send bytes, text.encode({charset!r:.40})")
         return value.encode()
     kind = type(value).__name__
     raise InternalError(f"a value of type {kind} cannot be written as {content_type}; use bytes")
+
+
+def _array_bytes(array: Array, *, of_request: bool) -> bytes:
+    """The little-endian data of an array. Its datatype and shape are lost: whoever gets a result has asked
+    for that, but a model would take the bytes of a request for another datatype."""
+    datatype = datatype_of(array)
+    if of_request and (datatype != "UINT8" or array.ndim != 1):
+        raise ValueError(
+            f"an array of dtype {array.dtype} and shape {list(array.shape)} is a tensor: leave content_type "
+            "out, or send array.tobytes() if the model is to get these bytes"
+        )
+    if datatype == "BYTES":
+        raise ValueError("an array of texts has no bytes of its own")
+    return to_bytes(array, datatype)
 
 
 def _msgpack_default(value: Any) -> Any:

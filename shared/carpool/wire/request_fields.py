@@ -11,7 +11,7 @@ from typing import Any, Final
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
 from carpool.messages import JSON
-from carpool.wire.content_types import ACCEPT, canonical
+from carpool.wire.content_types import ACCEPT, canonical, checked
 
 MAX_REQUESTS_PER_ENTRY: Final = 4096
 # A batch, or an entry put back, can be several times as large, and must stay below the 512 MiB that Redis
@@ -101,10 +101,7 @@ def read_content_type(raw: Fields) -> str:
     """The content type; JSON by default."""
     if "content_type" not in raw:
         return JSON
-    value = read_text(raw, "content_type")
-    if content_type := canonical(value):
-        return content_type
-    raise InvalidArgumentError(f"content_type: {value!r:.60} is no content type, such as {JSON} or image/png")
+    return checked("content_type", read_text(raw, "content_type"))
 
 
 def read_valid_content_type(raw: Fields) -> str:
@@ -153,8 +150,8 @@ def read_extra_fields(raw: Fields) -> dict[str, bytes]:
                 raise InvalidArgumentError(f"{field!r:.60}: must be bytes, text or a number")
             value = str(value).encode()
         extra[str(field)] = value
-    if ACCEPT in extra and not canonical(accept := extra[ACCEPT].decode("ascii", "replace")):
-        raise InvalidArgumentError(f"{ACCEPT}: {accept!r:.60} is no content type, such as {JSON}")
+    if ACCEPT in extra:
+        checked(ACCEPT, extra[ACCEPT].decode("ascii", "replace"))
     if len(extra) > MAX_FIELDS:
         raise InvalidArgumentError(
             f"fields: {len(extra)} besides Carpool's own; at most {MAX_FIELDS} are allowed"
