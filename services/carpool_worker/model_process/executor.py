@@ -10,7 +10,7 @@ Those whose deadlines have passed are not executed, and not executed again: nobo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -186,7 +186,7 @@ class _Given(NamedTuple):
     the deadline of one has passed by now."""
 
     items: Items
-    requests: Sequence[RequestInfo]
+    requests: Sequence[Sequence[Any]]
     states: States | None
     is_late: Callable[[int], bool]
 
@@ -199,13 +199,14 @@ def never_late(_index: int) -> bool:
 def execute(
     model: LoadedModel,
     items: Items,
-    requests: Sequence[RequestInfo],
+    requests: Sequence[Sequence[Any]],
     states: States | None = None,
     is_late: Callable[[int], bool] = never_late,
     late: Sequence[int] = (),
 ) -> Outcome:
     """Validate each item, run the model on the valid ones, and isolate those on which it fails.
 
+    `requests`: the fields of a RequestInfo for each item, if the model wants them.
     `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
     `is_late`: whether the deadline of an item has passed by now; such an item is executed once at most.
     `late`: those of which it had passed before, which are not executed.
@@ -284,19 +285,25 @@ def _without_late(given: _Given, indexes: Sequence[int], failures: dict[int, Fai
     return [index for index in indexes if index not in failures]
 
 
+def _info(correlation_id: str, lane: str, fields: Mapping[str, bytes], *more: Any) -> RequestInfo:
+    """What the model sees of a request in one call: what it does to the fields stays there."""
+    return RequestInfo(correlation_id, lane, dict(fields), *more)
+
+
 def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
     """The model's results, one for each item. Raises WrongOutputError and what the model raises."""
     items, requests, states, _ = given
-    infos = [requests[index] for index in indexes] if model.wants_requests else ()
+    infos = [_info(*requests[index]) for index in indexes] if model.wants_requests else ()
 
-    def keys() -> Iterator[Any]:
-        if isinstance(items, ListItems):
-            return map(items.key, indexes)
+    def keys() -> Iterable[Any]:
+        return map(items.key, indexes) if isinstance(items, ListItems) else ()
+
+    def ids() -> Iterable[str]:
         return (info.correlation_id for info in infos)
 
     if states is None:
-        return results_of(model, model.run(items.select(indexes), infos), len(indexes), keys)
+        return results_of(model, model.run(items.select(indexes), infos), len(indexes), keys, ids)
     outputs, new_states = model.run(items.select(indexes), infos, states.select(indexes))
-    returned = results_of(model, outputs, len(indexes), keys)
+    returned = results_of(model, outputs, len(indexes), keys, ids)
     wrong = states.replace(indexes, new_states, returned.wrong)
     return without(returned, wrong)

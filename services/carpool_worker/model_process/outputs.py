@@ -36,6 +36,9 @@ _EXPECTED: Final = (
     "return a list with one result for each request, one array with the batch first, or a dict of outputs by "
     "name, each of them such a list or array"
 )
+# The methods of columns that give exact values, and None or another value of its own where one is missing.
+_LISTS: Final = ("to_list",)
+_LISTS_OF_TABLES: Final = ("to_list", "tolist", "to_pylist")
 _TEXT_KINDS: Final = "USOT"  # of dtypes: numpy's texts and bytes, objects, texts of any length
 _KEY_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
 _NUMBERS: Final = frozenset({bool, int, float})
@@ -63,15 +66,20 @@ class _Column(NamedTuple):
 
 
 def results_of(
-    model: LoadedModel, outputs: Any, count: int, keys: Callable[[], Iterable[Any]] = tuple
+    model: LoadedModel,
+    outputs: Any,
+    count: int,
+    keys: Callable[[], Iterable[Any]] = tuple,
+    ids: Callable[[], Iterable[str]] = tuple,
 ) -> Returned:
     """What the model returned for `count` requests. Raises WrongOutputError and UnclearOutputError.
 
-    `keys`: by what a dict with a row for each request could be keyed, such as the bodies.
+    `keys`, `ids`: the bodies and the correlation IDs, by which a dict with a row for each request could be
+    keyed.
     """
     outputs = _listed(outputs)
     if _is_dict(outputs):
-        return _of_dict(model, outputs, count, keys)
+        return _of_dict(model, outputs, count, keys, ids)
     if _is_list(outputs):
         _check_count(len(outputs), count)
         return _of_rows(model.outputs, list(outputs)) if model.outputs else _without_errors(list(outputs))
@@ -164,12 +172,19 @@ def _is_dict(value: Any) -> bool:
 
 
 def _listed(value: Any) -> Any:
-    """A Series of pandas or polars as a list: in an array, one missing value makes floats of integers."""
-    if type(value) in (list, dict, np.ndarray) or not (
-        hasattr(value, "to_list") and hasattr(value, "__array__")
-    ):
+    """A Series or another column of pandas, polars or pyarrow as a list: in an array, one missing value makes
+    floats of integers. Raises WrongOutputError."""
+    if type(value) in (list, dict, np.ndarray) or not hasattr(value, "__array__") or isinstance(value, type):
         return value
-    return value.to_list()
+    names = _LISTS_OF_TABLES if hasattr(value, "to_numpy") and not hasattr(value, "columns") else _LISTS
+    convert = next((method for name in names if (method := getattr(value, name, None)) is not None), None)
+    if convert is None:
+        return value
+    try:
+        return convert()
+    except Exception as error:  # for example a column in a GPU's memory
+        kind = type(value).__name__
+        raise WrongOutputError(f"the model returned a {kind} that cannot be converted: {error}") from None
 
 
 def _is_array(value: Any) -> bool:
@@ -189,12 +204,16 @@ def _shown(names: Collection[Any]) -> str:
 
 
 def _of_dict(
-    model: LoadedModel, outputs: Mapping[Any, Any], count: int, keys: Callable[[], Iterable[Any]]
+    model: LoadedModel,
+    outputs: Mapping[Any, Any],
+    count: int,
+    keys: Callable[[], Iterable[Any]],
+    ids: Callable[[], Iterable[str]],
 ) -> Returned:
     specs = {spec.name: spec for spec in model.outputs}
     _check_names(outputs, specs, count)
-    is_keyed = not specs and count > 1 and _is_keyed_by_request(outputs, count, keys())
-    if is_keyed and len(outputs) > 1:
+    is_keyed = not specs and count > 1 and _is_keyed_by_body(outputs, keys())
+    if not specs and ((is_keyed and len(outputs) > 1) or _is_keyed_by_request(outputs, ids())):
         raise WrongOutputError(_keyed(outputs))
     columns = {name: _column(outputs[name], specs.get(name), count, name) for name in specs or outputs}
     if is_keyed:  # all requests have the same body, which is the name: of each alone, one value is the column
@@ -224,11 +243,16 @@ def _check_names(outputs: Mapping[Any, Any], specs: Mapping[str, TensorSpec], co
         )
 
 
-def _is_keyed_by_request(outputs: Mapping[Any, Any], count: int, keys: Iterable[Any]) -> bool:
+def _is_keyed_by_request(outputs: Mapping[Any, Any], ids: Iterable[str]) -> bool:
+    """Whether the names are row numbers, or all of them correlation IDs: nobody names outputs so."""
+    if "0" in outputs and all(str(row) in outputs for row in range(len(outputs))):
+        return True
+    return outputs.keys() <= set(ids)
+
+
+def _is_keyed_by_body(outputs: Mapping[Any, Any], keys: Iterable[Any]) -> bool:
     """Whether these may be rows and not columns: then a row has as many values as there are requests only by
     coincidence."""
-    if len(outputs) == count and all(str(number) in outputs for number in range(count)):
-        return True
     found: set[str] = set()
     for key in keys:  # usually none of them is a name, which the first one shows
         if type(key) not in _KEY_TYPES or (name := str(key)) not in outputs:
@@ -243,12 +267,17 @@ def _column(value: Any, spec: TensorSpec | None, count: int, name: str) -> _Colu
     if _is_list(value):
         _check_count(len(value), count, f" in output {name!r}")
         if spec is None:
-            return _Column(list(value), {})
+            return _Column(list(value), _errors_in(value))
         return _declared_list(list(value), spec)
     if not _is_array(value):
         kind = type(value).__name__
         raise WrongOutputError(f"the model returned a {kind} in output {name!r}, not a list: {_EXPECTED}")
     return _array_column(value, spec, count, f" in output {name!r}")
+
+
+def _errors_in(values: Iterable[Any]) -> Wrong:
+    """The exceptions among these values, by row."""
+    return {row: value for row, value in enumerate(values) if isinstance(value, BaseException)}
 
 
 def _joined(columns: Mapping[str, _Column], count: int) -> Returned:
@@ -296,21 +325,29 @@ def _without_errors(values: list[Any], wrong: Wrong | None = None) -> Returned:
 def _array_column(value: Any, spec: TensorSpec | None, count: int, where: str) -> _Column:
     """An array with the batch first, or what can be converted to one. Raises WrongOutputError."""
     array = value if type(value) is np.ndarray else _as_array(value, where)
-    _check_count(len(array) if array.ndim else 0, count, where)
-    masked: Wrong = {}
+    if not array.ndim:
+        raise WrongOutputError(
+            f"the model returned a single value{where}, a {type(value).__name__} without dimensions, for "
+            f"{count} requests: return an array with a row for each request, also for one request, for example with mean(axis=1) in "
+            "place of mean(), or squeeze(axis=1) in place of squeeze()"
+        )
+    _check_count(len(array), count, where)
+    wrong: Wrong = {}
     if isinstance(array, np.ma.MaskedArray):
-        array, masked = _unmasked_rows(array, where)
+        array, wrong = _unmasked_rows(array, where)
     if array.dtype.kind == "T":
         array = array.astype(object)
     if spec is not None:
         column = _declared_array(array, spec)
-        return column._replace(wrong=column.wrong | masked) if masked else column
-    if array.dtype.kind not in _TEXT_KINDS:
+        return column._replace(wrong=column.wrong | wrong) if wrong else column
+    if array.dtype.kind == "O":
+        wrong = _errors_in(array) | wrong
+    elif array.dtype.kind not in _TEXT_KINDS:
         try:
             datatype_of(array)
         except ValueError as error:
             raise WrongOutputError(f"the model's result{where} cannot be sent: {error}") from None
-    return _Column(array, masked)
+    return _Column(array, wrong)
 
 
 def _as_array(value: Any, where: str) -> Array:
@@ -347,7 +384,7 @@ def _unmasked_rows(array: Any, where: str) -> tuple[Array, Wrong]:
 
 def _of_rows(specs: Sequence[TensorSpec], rows: list[Any]) -> Returned:
     """A list of results of a model that declares outputs."""
-    wrong: Wrong = {row: value for row, value in enumerate(rows) if isinstance(value, BaseException)}
+    wrong = _errors_in(rows)
     names = {spec.name for spec in specs}
     for row, value in enumerate(rows):
         if row in wrong or (len(specs) == 1 and not (isinstance(value, Mapping) and value.keys() == names)):
@@ -402,6 +439,7 @@ def _of(spec: TensorSpec) -> str:
 
 def _declared_value(value: Any, spec: TensorSpec) -> Any:
     """The value of one request as it is declared. Raises WrongOutputError and InvalidArgumentError."""
+    value = _listed(value)
     if _is_array(value) and not isinstance(value, np.generic):
         array = unmasked(value if isinstance(value, np.ndarray) else _as_array(value, ""))
         column = _declared_array(array[np.newaxis], spec)
