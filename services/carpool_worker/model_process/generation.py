@@ -10,7 +10,7 @@ import msgpack
 from carpool.errors import ABORTED, INTERNAL
 from carpool_worker.model_process.chunks import join
 from carpool_worker.model_process.failures import Observe, not_observed
-from carpool_worker.model_process.frames import Failure, pack_values
+from carpool_worker.model_process.frames import Failure, pack_values, unpack_results
 from carpool_worker.model_process.step_frames import Admit, Advance
 from carpool_worker.model_process.stepping import ResultLimit, StepRequest, list_header
 
@@ -119,7 +119,8 @@ class Generation(StepRequest):
         if self._output is not None:
             return _LIST_OF_ONE + self._output
         try:
-            return pack_values([join(self._unpack(self.emitted, len(self._packed)))])
+            values = unpack_results(list_header(self.emitted) + self._packed)
+            return pack_values([join(values)])
         except Exception as error:  # for example too little memory
             self._failure = INTERNAL, f"the chunks cannot be joined: {error}"
             return None

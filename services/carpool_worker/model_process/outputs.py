@@ -23,6 +23,7 @@ from carpool.wire.tensors import (
     unmasked,
     why_lost,
 )
+from carpool.wire.values import check_integers, check_unmasked
 from carpool_worker.model_process.failures import UnclearOutputError, WrongOutputError
 from carpool_worker.model_process.frames import pack_values, unpack_results
 from carpool_worker.model_process.model import LoadedModel
@@ -41,7 +42,6 @@ _LISTS: Final = ("to_list",)
 _LISTS_OF_TABLES: Final = ("to_list", "tolist", "to_pylist")
 _TEXT_KINDS: Final = "USOT"  # of dtypes: numpy's texts and bytes, objects, texts of any length
 _KEY_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
-_NUMBERS: Final = frozenset({bool, int, float})
 _TEXT: Final = frozenset({str})
 _NAMES_SHOWN: Final = 10
 
@@ -328,8 +328,8 @@ def _array_column(value: Any, spec: TensorSpec | None, count: int, where: str) -
     if not array.ndim:
         raise WrongOutputError(
             f"the model returned a single value{where}, a {type(value).__name__} without dimensions, for "
-            f"{count} requests: return an array with a row for each request, also for one request, for example with mean(axis=1) in "
-            "place of mean(), or squeeze(axis=1) in place of squeeze()"
+            f"{count} requests: return an array with a row for each request, also for one request, for "
+            "example with mean(axis=1) in place of mean(), or squeeze(axis=1) in place of squeeze()"
         )
     _check_count(len(array), count, where)
     wrong: Wrong = {}
@@ -467,25 +467,18 @@ def _declared_value(value: Any, spec: TensorSpec) -> Any:
 
 def _numbers_of(value: Any, spec: TensorSpec) -> Array:
     """Numbers of one request as an array in which each has its value."""
-    _check_unmasked(value)
+    check_unmasked(value)
     array = np.asarray(value)  # ValueError for rows of unequal length
     if array.dtype.kind == "O":
         raise WrongOutputError(
             f"the model's result in output {spec.name!r} is not {_of(spec)}: not all of it are "
             "numbers of 64 bits"
         )
-    if array.dtype.kind == "f" and spec.datatype not in ("FP16", "BF16", "FP32", "FP64"):
-        return array_of(_as_lists(value), spec.datatype, spec.name)  # integers beside floats are rounded
+    if array.dtype.kind == "f":  # in which integers beside floats are rounded
+        if spec.datatype not in ("FP16", "BF16", "FP32", "FP64"):
+            return array_of(_as_lists(value), spec.datatype, spec.name)
+        check_integers(value, spec.datatype)
     return array
-
-
-def _check_unmasked(value: Any) -> None:
-    """Raise ValueError if an array in these lists has masked numbers."""
-    if isinstance(value, np.ma.MaskedArray):
-        unmasked(value)
-    elif isinstance(value, list | tuple) and not _NUMBERS.issuperset(map(type, value)):
-        for item in value:
-            _check_unmasked(item)
 
 
 def _as_lists(value: Any) -> Any:
