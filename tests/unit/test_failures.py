@@ -120,7 +120,7 @@ def test_other_errors_fail_a_request(text: str) -> None:
 
 @pytest.mark.parametrize("text", [ILLEGAL, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
                                   "Triton Error [CUDA]: an illegal memory access was encountered",
-                                  "CUDA driver error: unspecified launch failure", f"{ILLEGAL}\n."])  # fmt: skip
+                                  "CUDA driver error: misaligned address", f"{ILLEGAL}\n."])  # fmt: skip
 def test_runtime_error_that_native_code_raises(text: str) -> None:
     """As torch does. One that Python code raised may quote a body."""
     error = from_native(RuntimeError(text))
