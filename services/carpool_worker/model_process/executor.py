@@ -26,6 +26,7 @@ from carpool_worker.model_process.outputs import (
     Results,
     Returned,
     Stacked,
+    check_form,
     join,
     results_of,
     settled,
@@ -244,6 +245,8 @@ def _attempt(
     failures: dict[int, Failure],
     parts: list[Results],
     raised: list[int],
+    *,
+    is_half: bool = False,
 ) -> bool:
     """Run the model on these items. If it raises, run it on each half, to isolate the failing items, but not
     on items that are late.
@@ -256,7 +259,7 @@ def _attempt(
         failure = failure_of(error, INTERNAL)
         is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
     else:
-        if len(indexes) < len(given.items):  # the model may be called again, and use its arrays again then
+        if is_half:  # the model is called again, and may use its arrays again then
             results, wrong = settled(Returned(results, wrong))
         failures.update({indexes[row]: failure_of(error, INTERNAL) for row, error in wrong.items()})
         parts.append(results)
@@ -272,7 +275,7 @@ def _attempt(
     for half in (indexes[:middle], indexes[middle:]):
         awaited = _without_late(given, half, failures)
         if awaited:
-            _attempt(model, given, awaited, failures, parts, raised)
+            _attempt(model, given, awaited, failures, parts, raised, is_half=True)
     return False
 
 
@@ -301,9 +304,14 @@ def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
     def ids() -> Iterable[str]:
         return (info.correlation_id for info in infos)
 
+    count = len(indexes)
     if states is None:
-        return results_of(model, model.run(items.select(indexes), infos), len(indexes), keys, ids)
-    outputs, new_states = model.run(items.select(indexes), infos, states.select(indexes))
-    returned = results_of(model, outputs, len(indexes), keys, ids)
+        outputs = model.run(items.select(indexes), infos)
+    else:
+        outputs, new_states = model.run(items.select(indexes), infos, states.select(indexes))
+    returned = results_of(model, outputs, count, keys, ids)
+    check_form(model, outputs, count)
+    if states is None:
+        return returned
     wrong = states.replace(indexes, new_states, returned.wrong)
     return without(returned, wrong)

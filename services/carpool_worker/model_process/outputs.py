@@ -100,6 +100,38 @@ def results_of(
     return _joined({spec.name if spec else "": column}, count)
 
 
+def check_form(model: LoadedModel, outputs: Any, count: int) -> None:
+    """Raise UnclearOutputError if what the model returned for several requests may be a list of columns, with
+    as many outputs as there are requests, as scikit-learn's `predict_proba` is for several outputs.
+
+    For fewer requests it is clear: then columns are too many. And so it is, from then on, once the model has
+    returned what cannot be columns."""
+    if model.seen.returns_rows or model.outputs or _is_dict(outputs):
+        return
+    if count == 1 or not _may_be_columns(outputs, count):
+        model.seen.returns_rows = True
+        return
+    raise UnclearOutputError(
+        f"the model returned {count} times {count} values for {count} requests, which may be outputs and not "
+        f"requests: {_EXPECTED}"
+    )
+
+
+def _may_be_columns(outputs: Any, count: int) -> bool:
+    if _is_list(outputs):
+        return all(_length(value) == count for value in outputs)
+    shape: Any = getattr(outputs, "shape", ())
+    return len(shape) > 1 and bool(shape[1] == count)
+
+
+def _length(value: Any) -> int:
+    """Of a list or an array; -1 of anything else."""
+    if isinstance(value, list | tuple):
+        return len(value)
+    shape = getattr(value, "shape", None)
+    return shape[0] if isinstance(shape, tuple) and shape else -1
+
+
 def rows_of(results: Results) -> list[Any]:
     """Results as a list with one element for each request, in the form that stacked ones have."""
     if not isinstance(results, dict):
