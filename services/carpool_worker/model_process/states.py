@@ -123,7 +123,7 @@ class States:
         wrong: dict[int, BaseException] = {}
         for row, index in enumerate(indexes):
             try:
-                if np.shape(states)[spec.axis] != len(indexes):
+                if _count(states, spec.axis) != len(indexes):
                     raise ValueError("not a row for each request")
                 one = _row(states, row, spec.axis)
                 self._new[index, columns] = spec.join(_plain(one, spec), 1)[0]
@@ -140,6 +140,12 @@ class States:
 
 def _is_masked(states: Any) -> bool:
     return isinstance(states, np.ma.MaskedArray)
+
+
+def _count(states: Any, axis: int) -> int:
+    if isinstance(states, list | tuple) and axis == 0:
+        return len(states)
+    return np.shape(states)[axis]
 
 
 def _row(states: Any, row: int, axis: int) -> Any:
