@@ -145,7 +145,7 @@ def _is_masked(states: Any) -> bool:
 def _count(states: Any, axis: int) -> int:
     if isinstance(states, list | tuple) and axis == 0:
         return len(states)
-    return np.shape(states)[axis]
+    return int(np.shape(states)[axis])
 
 
 def _row(states: Any, row: int, axis: int) -> Any:
