@@ -49,6 +49,7 @@ MODELS: Final = (
     "plain.py:Few",
     "plain.py:Noop",
     "plain.py:Lengths",
+    "plain.py:Relay",
     "faulty.py:Faulty",
     "faulty.py:Unsteady",
     "hashing.py:Hashing",
@@ -93,6 +94,13 @@ async def test_infer_returns_the_value(client: AsyncClient) -> None:
     assert await client.infer("Echo", {"a": [1, None, "ü"]}) == {"a": [1, None, "ü"]}
     assert await client.infer("Echo", b"\x00\xff") == b"\x00\xff"
     assert await client.infer("Echo", 1.5, content_type="application/json") == 1.5
+
+
+async def test_model_that_calls_another_model_through_a_client(client: AsyncClient) -> None:
+    """Without a URL: its worker gives it the address. Several requests, in batches of both models."""
+    assert await asyncio.gather(*[client.infer("Relay", number) for number in range(5)]) == [0, 1, 4, 9, 16]
+    with pytest.raises(InvalidArgumentError, match="must be a number"):  # of the other one
+        await client.infer("Relay", "text")
 
 
 async def test_names_in_maps_of_a_result_are_what_the_model_returned(client: AsyncClient) -> None:

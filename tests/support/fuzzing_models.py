@@ -470,7 +470,7 @@ def _is_rounded(found: Any, number: Any, bits: int | None) -> bool:
         return bool(found == number)
     exact = Fraction(number)
     allowed = abs(exact) / 2**bits + Fraction(1, 2**25)
-    return -allowed <= Fraction(found) - exact <= allowed
+    return bool(-allowed <= Fraction(found) - exact <= allowed)
 
 
 def _numbers(value: Any) -> Iterator[Any]:

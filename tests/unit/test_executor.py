@@ -412,6 +412,35 @@ def test_model_that_modifies_its_dict_of_inputs_does_not_affect_the_halves() -> 
     assert stacked(outcome) == {"y": [10, 11]}
 
 
+def test_batch_is_brought_again_only_if_the_model_raises_and_never_copied_before() -> None:
+    sent = np.arange(8.0)
+    brought: list[int] = []
+    batches: list[Any] = []
+
+    def again() -> Stacked:
+        brought.append(len(batches))
+        return {"x": np.arange(8.0)}
+
+    def predict(batch: Any) -> Any:
+        batches.append(batch)
+        is_bad = 5 in batch
+        batch *= 2  # in place
+        if is_bad:
+            raise ValueError("bad")
+        return batch
+
+    model = LoadedModel(lambda batch, _: predict(batch), outputs=(TensorSpec("y", "FP64", ()),))
+    outcome = execute(model, StackedItems({"x": sent[:4]}, again), ())
+    assert (stacked(outcome), len(batches), brought) == ({"y": [0, 2, 4, 6]}, 1, [])
+    assert batches[0].base is sent, "a copy"
+
+    sent[:] = np.arange(8.0)
+    outcome = execute(model, StackedItems({"x": sent}, again), ())
+    assert outcome.failures == {5: failed("bad")}
+    assert stacked(outcome) == {"y": [0, 2, 4, 6, 8, 12, 14]}
+    assert brought == [2], "once, after the call that raised"
+
+
 def test_declared_output_is_stacked_under_its_name() -> None:
     outcome = run(lambda _: np.ones((2, 2)), [1, 2], [Y])
     assert stacked(outcome) == {"y": [[1, 1], [1, 1]]}

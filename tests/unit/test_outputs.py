@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import random
 import types
 from collections.abc import Callable, Sequence
@@ -15,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.errors import INTERNAL, OK, NotFoundError
-from carpool.messages import JSON, MSGPACK
+from carpool.messages import JSON, MSGPACK, RAW
 from carpool.wire.bodies import decode_result, encode_body
-from carpool.wire.tensors import StateSpec, TensorSpec
+from carpool.wire.tensors import StateSpec, TensorSpec, to_bfloat16
 from carpool_worker.model_process.model import LoadedModel, RequestInfo, SteppingModel, adapt, load_model
 from carpool_worker.rehearsal import Rehearsal
 from support import fuzzing_models
@@ -498,6 +499,64 @@ def test_ok_is_what_a_request_is_answered_alone(choice: random.Random) -> None:
 def test_many_models() -> None:
     """A smoke test of what `make fuzz` does for a million batches."""
     fuzzing_models.fuzz(batches=2000, seed=random.randrange(1_000_000), report=lambda line: None)
+
+
+# --- BF16 -------------------------------------------------------------------------------------------------
+
+
+BF16_ROWS: Final = np.array([[1.5, -2.0], [3.25, 1e30]], np.float32)
+BF16_SPEC: Final = TensorSpec("y", "BF16", (-1,))
+TEXT_SPEC: Final = TensorSpec("t", "BYTES", ())
+
+
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+@pytest.mark.parametrize(
+    ("returned", "outputs", "first"),
+    [
+        (lambda _: BF16_ROWS, [BF16_SPEC], [1.5, -2.0]),
+        (lambda _: list(BF16_ROWS), [BF16_SPEC], [1.5, -2.0]),
+        (lambda _: BF16_ROWS.tolist(), [BF16_SPEC], [1.5, -2.0]),
+        (lambda _: [[1.5], [3.25, 2]], [BF16_SPEC], [1.5]),
+        (lambda _: {"y": BF16_ROWS, "n": [1, 2]}, [BF16_SPEC, TensorSpec("n", "INT64", ())], [1.5, -2.0]),
+        (lambda _: {"y": BF16_ROWS, "t": ["a", "b"]}, [BF16_SPEC, TEXT_SPEC], [1.5, -2.0]),
+        (lambda _: [{"y": [1.5], "t": "a"}, {"y": [1, 2], "t": "b"}], [BF16_SPEC, TEXT_SPEC], [1.5]),
+        (lambda _: to_bfloat16(BF16_ROWS), [], [1.5, -2.0]),
+        (lambda _: [{"y": row} for row in to_bfloat16(BF16_ROWS)], [BF16_SPEC], [1.5, -2.0]),
+    ],
+)
+def test_bf16_is_sent_in_whatever_form_it_is_returned(
+    returned: Callable[[Any], Any], outputs: list[TensorSpec], first: list[float], content_type: str
+) -> None:
+    model = LoadedModel(lambda batch, _: returned(batch), outputs=tuple(outputs))
+    bodies = [encode_body(content_type, body) for body in ("a", "b")]
+    for result in Rehearsal(model).execute(bodies, content_type).results[:1]:
+        assert result.status == OK and result.body is not None
+        body = json.loads(result.body) if content_type == JSON else msgpack.unpackb(result.body)
+        tensor = body["y"] if len(outputs) > 1 else body
+        assert (tensor["datatype"], tensor["shape"]) == ("BF16", [len(first)])
+        decoded = decode_result(content_type, result.body)
+        decoded = decoded["y"] if len(outputs) > 1 else decoded
+        assert (decoded.dtype, decoded.tolist()) == (np.float32, first)
+
+
+@pytest.mark.parametrize("rows", [[[1.5, 2.0], [3.0, 4.0]], [[1.5, 2.0], [3.0]]])
+def test_bf16_in_octet_stream_has_two_bytes_whatever_shapes_others_have(rows: list[list[float]]) -> None:
+    model = LoadedModel(
+        lambda batch, _: [rows[int(at)] for (at,) in batch],
+        inputs=(TensorSpec("x", "FP32", (1,)),),
+        outputs=(BF16_SPEC,),
+    )
+    bodies = [np.float32(at).tobytes() for at in range(2)]
+    results = Rehearsal(model).execute(bodies, RAW).results
+    assert [len(result.body or b"") for result in results] == [2 * len(row) for row in rows]
+
+
+def test_number_of_bf16_is_a_number() -> None:
+    outputs = [TensorSpec("y", "BF16", ()), TEXT_SPEC]
+    assert answers(lambda _: {"y": [1.5, 2], "t": ["a", "b"]}, [1, 2], outputs) == [
+        {"y": 1.5, "t": "a"},
+        {"y": 2.0, "t": "b"},
+    ]
 
 
 # --- a dict with one name, which is a body -----------------------------------------------------------------

@@ -153,7 +153,11 @@ def read_signature(graph: Any, declaration: Declaration, path: Path) -> Signatur
     outputs = {value.name: value for value in graph.get_outputs()}
     _check_declared(declaration, inputs, outputs)
     if declaration.settings.get("max_batch_size") == 1:
-        axes = {name: state.axis for state in declaration.states for name in (state.input, state.output)}
+        axes = {
+            name: state.shape.index(-1) if state.shape and -1 in state.shape else state.axis
+            for state in declaration.states
+            for name in (state.input, state.output)
+        }
         inputs, outputs = (
             {name: _of_one(value, axes.get(name, 0)) for name, value in values.items()}
             for values in (inputs, outputs)
