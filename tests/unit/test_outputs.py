@@ -520,7 +520,7 @@ TEXT_SPEC: Final = TensorSpec("t", "BYTES", ())
         (lambda _: {"y": BF16_ROWS, "n": [1, 2]}, [BF16_SPEC, TensorSpec("n", "INT64", ())], [1.5, -2.0]),
         (lambda _: {"y": BF16_ROWS, "t": ["a", "b"]}, [BF16_SPEC, TEXT_SPEC], [1.5, -2.0]),
         (lambda _: [{"y": [1.5], "t": "a"}, {"y": [1, 2], "t": "b"}], [BF16_SPEC, TEXT_SPEC], [1.5]),
-        (lambda _: to_bfloat16(BF16_ROWS), [], [1.5, -2.0]),
+        (lambda batch: to_bfloat16(BF16_ROWS[: len(batch)]), [], [1.5, -2.0]),
         (lambda _: [{"y": row} for row in to_bfloat16(BF16_ROWS)], [BF16_SPEC], [1.5, -2.0]),
     ],
 )
