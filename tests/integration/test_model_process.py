@@ -48,7 +48,7 @@ from support.stack import RESULT_S
 from support.waiting import Stopwatch, wait_until
 
 MODELS = '''
-import contextlib, ctypes, os, signal, socket, stat, sys, threading, time
+import contextlib, ctypes, mmap, os, signal, socket, stat, sys, threading, time
 from pathlib import Path
 import numpy as np
 from carpool import Unhealthy
@@ -62,6 +62,11 @@ def to_worker():
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 return socket.socket(fileno=os.dup(int(name)))
+
+class AcceleratorError(RuntimeError):
+    """As torch raises it."""
+
+AcceleratorError.__module__ = "torch"
 
 class Commanded:
     """Executes the command in each body, logs each batch, and returns the commands in capitals."""
@@ -113,7 +118,11 @@ class Commanded:
             Path(where).touch()
             raise RuntimeError("too many")
         elif verb == "assert":
-            raise RuntimeError("CUDA error: device-side assert triggered")
+            driver = Path(__file__).with_name("libcuda.so.1")  # by its name that of an accelerator
+            driver.write_bytes(b"driver")
+            with driver.open("rb") as file:
+                self.driver = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            raise AcceleratorError("CUDA error: device-side assert triggered")
         elif verb == "variables":
             return [name for name in os.environ if name.startswith(where)]
         elif verb == "write":

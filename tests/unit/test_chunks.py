@@ -13,6 +13,11 @@ from carpool_worker.model_process.chunks import join
 from carpool_worker.model_process.frames import pack_values, unpack_values
 
 
+def texts(data: list[str], *shape: int) -> dict[str, Any]:
+    """An array of texts, as it is packed."""
+    return {"datatype": "BYTES", "shape": list(shape), "data": data}
+
+
 @pytest.mark.parametrize(
     ("values", "joined"),
     [
@@ -27,6 +32,10 @@ from carpool_worker.model_process.frames import pack_values, unpack_values
         (["a", b"a"], ["a", b"a"]),
         (["a", ["a"]], ["a", ["a"]]),
         ([{"a": 1}, {"a": 2}], [{"a": 1}, {"a": 2}]),
+        ([texts(["a"], 1), texts(["b", "c"], 2)], texts(["a", "b", "c"], 3)),
+        ([texts(["a"], 1, 1), texts(["b", "c"], 1, 2)], [texts(["a"], 1, 1), texts(["b", "c"], 1, 2)]),
+        ([texts(["a"]), texts(["b"])], [texts(["a"]), texts(["b"])]),
+        ([texts(["a"], 2), texts(["b"], 1)], [texts(["a"], 2), texts(["b"], 1)]),
     ],
 )
 def test_joined(values: list[Any], joined: Any) -> None:

@@ -278,7 +278,7 @@ def test_wrong_number_of_results_names_the_output() -> None:
         (b"ab", "a bytes for 2 requests, not a list"),
         ((x for x in (1, 2)), "a generator for 2 requests, not a list"),
         ({1, 2}, "a set for 2 requests, not a list"),
-        (np.float32(1), "0 results for 2 requests"),
+        (np.float32(1), "a single value, a float32 without dimensions, for 2 requests"),
         ({}, "no outputs for 2 requests"),
         ({"x": 1.0}, "a float in output 'x', not a list"),
     ],

@@ -305,6 +305,58 @@ def test_state_that_cannot_be_kept_breaks_its_own_sequence(new: Any, detail: str
     assert results["b"] == (OK, 2, "kept", np.array([1], "<i8").tobytes())
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((-1, 2), 0), ((2, -1), 1)])
+def test_state_in_a_list_keeps_its_integers_beside_the_floats_of_others(
+    shape: tuple[int, int], axis: int
+) -> None:
+    """As an array, [[2**53 + 1, 1], [0.5, 0.5]] has 2**53."""
+
+    class Listed(Sums):
+        states = (StateSpec("sum", "FP64", shape, axis=axis),)
+
+        def predict(self, batch: list[Any], states: dict[str, Any]) -> Any:
+            rows = [[body, body] for body in batch]
+            return batch, {"sum": rows if axis == 0 else [list(column) for column in zip(*rows, strict=True)]}
+
+    def outcomes(*bodies: float) -> list[Any]:
+        runs = [run_of_sequence(str(at), body, starts=True) for at, body in enumerate(bodies)]
+        return list(served(Listed(), *runs).values())
+
+    large, half = outcomes(2**53 + 1, 0.5)
+    assert [large] == outcomes(2**53 + 1) and large[0] == INTERNAL and "a whole number" in large[1]
+    assert half == (OK, 0.5, "kept", np.array([0.5, 0.5]).tobytes())
+
+
+def test_masked_state_in_a_list_is_not_kept() -> None:
+    masked: Any = np.ma.masked_array
+
+    class Masked(Sums):
+        def predict(self, batch: list[int], states: dict[str, Any]) -> Any:
+            return batch, {"sum": [masked(7, True), 1][: len(batch)]}
+
+    results = served(Masked(), run_of_sequence("a", 1, starts=True), run_of_sequence("b", 2, starts=True))
+    assert results["a"][0] == INTERNAL and "masked" in results["a"][1]
+    assert results["b"] == (OK, 2, "kept", state(1))
+
+
+def test_states_and_results_that_are_views_of_one_array_are_those_of_each_call() -> None:
+    class Static(Sums):
+        filled = np.zeros(8, np.int64)
+
+        def predict(self, batch: list[int], states: dict[str, Any]) -> Any:
+            if POISON in batch:
+                raise ValueError("poison")
+            sums = self.filled[: len(batch)]
+            sums[:] = states["sum"] + batch
+            return sums, {"sum": sums}
+
+    runs = [
+        run_of_sequence(name, body, starts=True) for name, body in zip("abcd", (1, 2, POISON, 4), strict=True)
+    ]
+    results = served(Static(), *runs)
+    assert [results[name][1:] for name in "abd"] == [(n, "kept", state(n)) for n in (1, 2, 4)]
+
+
 def test_integers_of_another_width_are_converted() -> None:
     class Narrow(Sums):
         states = (StateSpec("sum", "UINT8", (-1,), initial=250),)

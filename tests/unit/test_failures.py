@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import mmap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from carpool.errors import (
     ResourceExhaustedError,
     Unhealthy,
 )
+from carpool_worker.model_process import broken_devices
 from carpool_worker.model_process.bound_executor import BoundExecutor
 from carpool_worker.model_process.executor import ListItems, execute
 from carpool_worker.model_process.failures import CAUSES_MAX, failure_of
@@ -79,22 +83,92 @@ WORKING = [
 ]
 
 
+def kind_of(
+    module: str, name: str = "AcceleratorError", base: type[Exception] = RuntimeError
+) -> type[Exception]:
+    """A class of exceptions as a framework has it."""
+    return type(name, (base,), {"__module__": module})
+
+
+def from_native(error: Exception) -> BaseException:
+    """This exception, raised by code of C, as torch does: there is no `raise`."""
+    future: asyncio.Future[None] = asyncio.Future(loop=asyncio.new_event_loop())
+    future.set_exception(error)
+    with pytest.raises(type(error)) as caught:
+        future.result()
+    future.get_loop().close()
+    return caught.value
+
+
+@pytest.fixture(autouse=True)
+def driver_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broken_devices, "is_driver_loaded", lambda: True)
+
+
 @pytest.mark.parametrize("text", BROKEN)
 def test_known_errors_of_broken_accelerators_end_the_process(text: str) -> None:
     with pytest.raises(Unhealthy, match=r"^the accelerator is broken: ."):
-        failure_of(RuntimeError(text), INTERNAL)
+        failure_of(kind_of("torch")(text), INTERNAL)
 
 
 @pytest.mark.parametrize("text", WORKING)
 def test_other_errors_fail_a_request(text: str) -> None:
-    status, detail = failure_of(RuntimeError(text), INTERNAL)
-    assert status == INTERNAL and detail.endswith(text)
+    for error in (kind_of("torch")(text), from_native(RuntimeError(text))):
+        status, detail = failure_of(error, INTERNAL)
+        assert status == INTERNAL and detail.endswith(text)
+
+
+@pytest.mark.parametrize("text", [ILLEGAL, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+                                  "Triton Error [CUDA]: an illegal memory access was encountered",
+                                  "CUDA driver error: misaligned address", f"{ILLEGAL}\n."])  # fmt: skip
+def test_runtime_error_that_native_code_raises(text: str) -> None:
+    """As torch does. One that Python code raised may quote a body."""
+    error = from_native(RuntimeError(text))
+    with pytest.raises(Unhealthy, match=r"^the accelerator is broken: (?!CUDA|cuDNN|Triton)"):
+        failure_of(error, INTERNAL)
+    assert failure_of(raised_in_python(text), INTERNAL)[0] == INTERNAL
+    assert failure_of(RuntimeError(text), INTERNAL)[0] == INTERNAL  # returned, not raised
+
+
+def raised_in_python(text: str) -> BaseException:
+    try:
+        raise RuntimeError(text)
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        from_native(RuntimeError(f"cannot parse {ILLEGAL!r}")),
+        from_native(OSError(ILLEGAL)),
+        kind_of("model")(ILLEGAL),
+        kind_of("tensorflow.errors", "InvalidArgumentError")(ILLEGAL),
+        kind_of("torch.jit", "Error")(f"The operation failed:\nRuntimeError: {ILLEGAL}"),
+    ],
+)
+def test_text_of_a_body_does_not_end_the_process(error: BaseException) -> None:
+    assert failure_of(error, INTERNAL)[0] == INTERNAL
+
+
+def test_no_accelerator_breaks_where_none_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broken_devices, "is_driver_loaded", lambda: False)
+    assert failure_of(kind_of("torch")(ILLEGAL), INTERNAL)[0] == INTERNAL
+
+
+def test_loaded_driver_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not broken_devices.is_driver_loaded()
+    path = tmp_path / "libcuda.so.1"
+    path.write_bytes(b"driver")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert broken_devices.is_driver_loaded()
 
 
 def test_what_is_told_is_only_what_was_recognised() -> None:
     """The rest of an error's text may be of a producer."""
     with pytest.raises(Unhealthy) as caught:
-        failure_of(RuntimeError(f"secret: {ILLEGAL} (secret)"), INTERNAL)
+        failure_of(kind_of("torch")(f"secret: {ILLEGAL} (secret)"), INTERNAL)
     assert str(caught.value) == "the accelerator is broken: an illegal memory access was encountered"
 
 
@@ -107,7 +181,7 @@ def test_the_cause_of_an_exception_counts() -> None:
     def raised(raise_it: Callable[[Exception], object]) -> BaseException:
         try:
             try:
-                raise RuntimeError(ILLEGAL)
+                raise kind_of("torch")(ILLEGAL)
             except RuntimeError as error:
                 raise_it(error)
         except CarpoolError as error:

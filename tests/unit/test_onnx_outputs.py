@@ -260,6 +260,27 @@ def test_declared_number_of_dimensions_that_is_wrong_does_not_matter(
     assert [np.asarray(found).tolist() for found in results(model, *ROWS.tolist())] == ROWS.tolist()
 
 
+# The numbers above the mean of their column: as many rows as there are.
+COUNTED = (
+    Node("Identity", ["x"], ["same"]),
+    Node("Cast", ["same"], ["is"], {"to": BOOL}),
+    Node("NonZero", ["is"], ["places"]),
+    Node("Transpose", ["places"], ["y"]),
+)
+
+
+def test_number_of_rows_that_depends_on_the_numbers_is_refused(tmp_path: Path) -> None:
+    """Made-up requests have one number that is not 0 each: as many rows as requests, by chance."""
+    x, outputs = Value("x", ["N", 1]), [Value("y", ["K", 2], INT64)]
+    content = graph(outputs, *COUNTED, x=x)
+    error = error_of(tmp_path, content)
+    assert "output 'y' has K as its first dimension" in error and "NonZero" in error
+    assert 'outputs = ["y"]' in error and "max_batch_size = 1" in error
+    assert loaded(tmp_path, content, 'outputs = ["y"]').outputs
+    assert loaded(tmp_path, content, "max_batch_size = 1").outputs
+    assert loaded(tmp_path, graph([Value("y", ["N", 2], INT64)], *COUNTED, x=x), "").outputs
+
+
 # --- which are the result ----------------------------------------------------------------------------------
 
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.errors import INTERNAL, OK
+from carpool.errors import INTERNAL, OK, NotFoundError
 from carpool.messages import JSON, MSGPACK, RAW
 from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.tensors import StateSpec, TensorSpec, to_bfloat16
-from carpool_worker.model_process.model import LoadedModel, SteppingModel, adapt, load_model
+from carpool_worker.model_process.model import LoadedModel, RequestInfo, SteppingModel, adapt, load_model
 from carpool_worker.rehearsal import Rehearsal
 from support import fuzzing_models
 
@@ -126,6 +126,75 @@ def test_series_is_a_list() -> None:
     assert plain(first) == plain({"y": 1, "z": 0})
 
 
+class Extension:
+    """Like an array of pandas whose dtype is Int64, with its missing value."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return np.array([np.nan if value is None else value for value in self._values], np.float64)
+
+    def to_numpy(self) -> Any:
+        raise NotImplementedError
+
+    def tolist(self) -> list[Any]:
+        return [Missing() if value is None else value for value in self._values]
+
+
+class Missing:
+    pass
+
+
+Missing.__name__ = "NAType"
+
+
+@pytest.mark.parametrize("form", [lambda array: array, lambda array: {"y": array}])
+@pytest.mark.parametrize("outputs", [(), (TensorSpec("y", "INT64", ()),)])
+def test_column_of_pandas_is_a_list(form: Callable[[Any], Any], outputs: Sequence[TensorSpec]) -> None:
+    """A mate whose value is missing changes nothing, and has an error that names what it is."""
+    numbers = [2**53 + 1, None, 3]
+
+    def predict(batch: list[int]) -> Any:
+        return form(Extension([numbers[body] for body in batch]))
+
+    first, missing, last = answers(predict, [0, 1, 2], outputs)
+    assert [int(first), int(last)] == [2**53 + 1, 3]
+    assert "NAType" in str(missing) or "64 bits" in str(missing)
+    assert plain(answers(predict, [0], outputs)) == plain([first])
+
+
+def test_column_of_pandas_with_names_beside_it() -> None:
+    first, missing = answers(lambda batch: {"y": Extension([2**53 + 1, None]), "n": batch}, [0, 1])
+    assert first == {"y": 2**53 + 1, "n": 0} and "NAType" in str(missing)
+
+
+@pytest.mark.parametrize("names", [["label"], ["label", "score"]])
+@pytest.mark.parametrize("as_column", [list, lambda values: np.array(values, object)])
+def test_exception_in_a_column_fails_its_request_alone(
+    names: list[str], as_column: Callable[[Any], Any]
+) -> None:
+    def predict(batch: list[int]) -> dict[str, Any]:
+        labels = [NotFoundError(f"no {body}") if body < 0 else "good" for body in batch]
+        return (
+            {"label": as_column(labels), "score": np.abs(batch)}
+            if len(names) > 1
+            else {"label": as_column(labels)}
+        )
+
+    first, missing = answers(predict, [7, -2])
+    assert first == ("good" if len(names) == 1 else {"label": "good", "score": 7})
+    assert missing.args == ("NOT_FOUND", "no -2")
+
+
+@pytest.mark.parametrize("returned", [np.mean, lambda batch: np.array([batch]).squeeze()])
+def test_single_value_says_what_to_return(returned: Callable[[Any], Any]) -> None:
+    for form in (returned, lambda batch: {"y": returned(batch)}):
+        (answer,) = answers(form, [1.5])
+        assert "a single value" in str(answer) and "without dimensions" in str(answer)
+        assert "squeeze(axis=1)" in str(answer)
+
+
 class Gradient:
     """Like a tensor that requires a gradient."""
 
@@ -172,7 +241,7 @@ def test_what_may_not_be_returned_says_what_it_is(returned: Callable[[Any], Any]
 
 def test_masked_row_fails_alone() -> None:
     rows = masked_array([[1, 2], [3, 4]], [[0, 0], [0, 1]])
-    first, second = answers(lambda batch: rows, [0, 1])
+    first, second = answers(lambda batch: rows[batch], [0, 1])
     assert first.tolist() == [1, 2] and "masked" in str(second)
 
 
@@ -241,6 +310,25 @@ def test_texts_of_a_declared_output() -> None:
     assert answers(lambda batch: ["a\0", 1], [0, 1], [single])[0] == "a\0"
     assert "a int in output 'y'" in str(answers(lambda batch: ["a\0", 1], [0, 1], [single])[1])
     assert answers(lambda batch: [["a\0", "b"]], [0], [pair]) == [["a\0", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "integer"), [("FP32", 2**24 + 1), ("FP64", 2**53 + 1), ("FP16", 2049), ("BF16", 257)]
+)
+@pytest.mark.parametrize(
+    "form", [list, lambda row: [row[0], np.float32(row[1])], lambda row: np.array(row, object)]
+)
+def test_integer_beside_a_float_is_as_one_beside_an_integer(
+    datatype: str, integer: int, form: Callable[[Any], Any]
+) -> None:
+    specs = [TensorSpec("y", datatype, (2,))]
+    for mate in (1, 0.5, True):
+        (answer,) = answers(lambda batch, mate=mate: [form([integer, mate])], [0], specs)  # type: ignore[misc]
+        assert f"in output 'y' is not {datatype}" in str(answer) or "which is" in str(answer)
+        (answer,) = answers(lambda batch, mate=mate: [form([integer - 1, mate])], [0], specs)  # type: ignore[misc]
+        assert answer.tolist() == [integer - 1, mate]
+    (answer,) = answers(lambda batch: [form([float(integer), 0.5])], [0], specs)
+    assert answer.tolist()[1] == 0.5  # a float is rounded
 
 
 # --- what a model does to its batch ------------------------------------------------------------------------
@@ -312,6 +400,41 @@ def test_stepping_model_that_changes_its_bodies_begins_again_with_what_was_sent(
     assert isinstance(model, SteppingModel)
     results = Rehearsal(model).execute([b'{"text": "a"}', b'{"text": "b"}'], JSON).results
     assert [result.body for result in results] == [b'"a"', b'"b"']
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda fields: fields.pop("language"), lambda fields: fields.update(language=b"xx"), dict.clear],
+)
+def test_halves_get_the_fields_that_were_sent(change: Callable[[Any], Any]) -> None:
+    class Fields:
+        def predict(self, batch: list[Any], requests: Sequence[RequestInfo]) -> list[str]:
+            languages = [info.fields["language"].decode() for info in requests]
+            for info in requests:
+                change(info.fields)
+            if "bad" in batch:
+                raise ValueError("bad")
+            return languages
+
+    class Steps:
+        max_batch_cost = 10
+
+        def begin(self, requests: Any) -> None:
+            for request in requests:
+                request.state = request.fields["language"].decode()
+                change(request.fields)
+                request.lane, request.correlation_id, request.cost = "x", "x", 1000
+            if "bad" in [request.body for request in requests]:
+                raise ValueError("bad")
+
+        def step(self, requests: Any) -> None:
+            for request in requests:
+                request.finish(request.state)
+
+    bodies = [encode_body(JSON, body) for body in ("a", "b", "bad", "c")]
+    for model in (Fields, Steps):
+        results = Rehearsal(load_model(model, "cpu")).execute(bodies, JSON, {"language": b"de"}).results
+        assert [result.body for result in results] == [b'"de"', b'"de"', None, b'"de"']
 
 
 def test_states_are_never_infinite() -> None:
@@ -397,7 +520,7 @@ TEXT_SPEC: Final = TensorSpec("t", "BYTES", ())
         (lambda _: {"y": BF16_ROWS, "n": [1, 2]}, [BF16_SPEC, TensorSpec("n", "INT64", ())], [1.5, -2.0]),
         (lambda _: {"y": BF16_ROWS, "t": ["a", "b"]}, [BF16_SPEC, TEXT_SPEC], [1.5, -2.0]),
         (lambda _: [{"y": [1.5], "t": "a"}, {"y": [1, 2], "t": "b"}], [BF16_SPEC, TEXT_SPEC], [1.5]),
-        (lambda _: to_bfloat16(BF16_ROWS), [], [1.5, -2.0]),
+        (lambda batch: to_bfloat16(BF16_ROWS[: len(batch)]), [], [1.5, -2.0]),
         (lambda _: [{"y": row} for row in to_bfloat16(BF16_ROWS)], [BF16_SPEC], [1.5, -2.0]),
     ],
 )
@@ -464,6 +587,72 @@ def test_outputs_that_are_all_bodies_of_a_batch_are_an_error_that_says_what_to_d
     for answer in answers(lambda batch: {"a": [1] * len(batch), "b": [2] * len(batch)}, ["a", "b"]):
         assert isinstance(answer, AssertionError)
         assert "declare them with outputs" in answer.args[1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_dict_with_a_key_for_each_request_is_refused(count: int) -> None:
+    """By correlation ID or row number, also for one request, and where a row has as many values."""
+
+    class Keyed:
+        def predict(self, batch: list[Any], requests: Sequence[RequestInfo]) -> Any:
+            ids = [info.correlation_id for info in requests]
+            names = (
+                ids[:1] if batch[0] == "first" else ids if batch[0] == "ids" else map(str, range(len(batch)))
+            )
+            return {name: [0.5] * len(batch) for name in names}
+
+    model = adapt(Keyed, "cpu")
+    for kind in ("ids", "first", "rows"):
+        bodies = [encode_body(JSON, kind)] * count
+        for result in Rehearsal(model).execute(bodies, JSON).results:
+            assert result.status == INTERNAL and "a key for each request" in (result.detail or "")
+
+
+# --- as many outputs as requests ---------------------------------------------------------------------------
+
+
+class Tree:
+    """Like a classifier of scikit-learn with several outputs: `form` of an array for each of them."""
+
+    def __init__(self, outputs: int, form: Callable[[Any], Any]) -> None:
+        self._outputs, self._form = outputs, form
+        self.calls: list[int] = []
+
+    def __call__(self, batch: list[Any]) -> Any:
+        self.calls.append(len(batch))
+        return self._form([[[body, output] for body in batch] for output in range(self._outputs)])
+
+
+def in_arrays(rows: Any) -> list[Any]:
+    return [np.array(row) for row in rows]
+
+
+@pytest.mark.parametrize("form", [list, in_arrays, np.array])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_as_many_outputs_as_requests_are_never_taken_for_these(
+    count: int, form: Callable[[Any], Any]
+) -> None:
+    for answer in answers(Tree(count, form), list(range(count))):
+        assert isinstance(answer, AssertionError) and f"returned {count} results for" in answer.args[1]
+
+
+@pytest.mark.parametrize("form", [list, in_arrays, np.array])
+def test_rows_with_as_many_values_as_requests_cost_one_more_look(form: Callable[[Any], Any]) -> None:
+    calls: list[int] = []
+
+    def predict(batch: list[int]) -> Any:
+        calls.append(len(batch))
+        return form([[body, 7] for body in batch])
+
+    model = LoadedModel(lambda batch, _: predict(batch))
+    for _ in range(2):
+        bodies = [encode_body(JSON, body) for body in (1, 2)]
+        results = Rehearsal(model).execute(bodies, JSON).results
+        assert [np.ravel(decode_result(JSON, result.body or b"")).tolist() for result in results] == [
+            [1, 7],
+            [2, 7],
+        ]
+    assert calls == [2, 1, 1, 2]  # then it is known
 
 
 # --- arrays that a model uses again ------------------------------------------------------------------------

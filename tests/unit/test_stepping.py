@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from carpool.errors import ResourceExhaustedError
-from carpool_worker.model_process.frames import Failure, pack_values, too_large, unpack_values
+from carpool.wire.tensors import datatype_of, to_bfloat16
+from carpool_worker.model_process.frames import Failure, pack_values, too_large, unpack_results, unpack_values
 from carpool_worker.model_process.generation import CHUNK_OVERHEAD_BYTES, Generation
 from carpool_worker.model_process.step_frames import Admit, Advance
 from carpool_worker.model_process.stepping import GeneratorModel, ResultLimit
@@ -352,7 +353,9 @@ def test_continued_generator_skips_what_was_sent() -> None:
     assert output(stepped(countdown, generation(4, sent=[4, 3]))) == [4, 3, 2, 1]
 
 
+BFLOAT16 = to_bfloat16(np.array([1.5, -2.0, 0.1], np.float32))
 EMITTED = [
+    BFLOAT16,
     *[(1, "a"), 1, b"x", float("nan"), np.float32(0.1)],
     *[np.arange(3), {"x": np.ones(2)}, np.array(["a", "bc"])],
 ]
@@ -364,6 +367,25 @@ def test_values_of_every_kind_are_recognised_when_they_are_continued() -> None:
         return "done"
 
     assert output(stepped(every_kind, generation(sent=EMITTED))) == "done"
+
+
+def test_chunks_that_are_arrays_are_joined_as_they_were_emitted() -> None:
+    request = generation(sent=[BFLOAT16])
+    request.emit(BFLOAT16)
+    request.finish()
+    advance = taken(request)
+    assert advance.output is not None
+    (joined,) = unpack_results(advance.output)
+    assert joined.tolist() == [*BFLOAT16.tolist()] * 2 and datatype_of(joined) == "BF16"
+
+
+def test_chunks_that_are_arrays_of_texts_are_joined_as_lists_of_texts_are() -> None:
+    texts = np.array([["a0", "b"], ["c", "d"]])
+    request = generation(sent=[texts])
+    assert request.chunks[0].tolist() == texts.tolist()
+    request.emit(texts[:1])
+    request.finish()
+    assert output(request) == {"datatype": "BYTES", "shape": [3, 2], "data": ["a0", "b", "c", "d", "a0", "b"]}
 
 
 @pytest.mark.parametrize(("sent", "index"), [([4, 2], 1), ([5], 0), ([4, 3, 2, 1, 0], 4), ([4.0], 0)])

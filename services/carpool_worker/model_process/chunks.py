@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from math import prod
 from typing import Any
 
 import numpy as np
+
+from carpool.wire.tensors import is_tensor
 
 
 def join(values: Sequence[Any]) -> Any:
     """The values as one: the output of a request, or the body of chunks that are merged.
 
     Texts, bytes and lists are concatenated, and arrays of one dtype and equal trailing dimensions along their
-    first axis. Anything else is a list of the values, also a single one. None if there are no values.
+    first axis; those of texts are the maps that they are packed as. Anything else is a list of the values,
+    also a single one. None if there are no values.
     """
     if not values:
         return None
@@ -31,7 +35,35 @@ def concatenated(values: Sequence[Any]) -> Any:
         return list(chain.from_iterable(values))
     if _all_are(values, np.ndarray) and _have_one_layout(values):
         return np.concatenate(values)
+    if all(map(_is_text_tensor, values)) and len({tuple(value["shape"][1:]) for value in values}) == 1:
+        return {
+            "datatype": "BYTES",
+            "shape": [sum(value["shape"][0] for value in values), *values[0]["shape"][1:]],
+            "data": list(chain.from_iterable(value["data"] for value in values)),
+        }
     return None
+
+
+def text_array(value: Any) -> Any:
+    """An array of texts, if the value is the map that one is packed as; else the value."""
+    if not _is_text_tensor(value):
+        return value
+    return np.array(value["data"], object).reshape(value["shape"])
+
+
+def _is_text_tensor(value: Any) -> bool:
+    """Whether this is an array of texts with at least one dimension, as it is packed."""
+    if not is_tensor(value) or value["datatype"] != "BYTES":
+        return False
+    shape, data = value["shape"], value["data"]
+    return (
+        type(shape) is list
+        and bool(shape)
+        and all(type(size) is int and size >= 0 for size in shape)
+        and type(data) is list
+        and _all_are(data, str)
+        and len(data) == prod(shape)
+    )
 
 
 def _all_are(values: Sequence[Any], kind: Any) -> bool:

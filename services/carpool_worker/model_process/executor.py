@@ -10,7 +10,7 @@ Those whose deadlines have passed are not executed, and not executed again: nobo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from carpool_worker.model_process.outputs import (
     Results,
     Returned,
     Stacked,
+    check_form,
     join,
     results_of,
     settled,
@@ -186,7 +187,7 @@ class _Given(NamedTuple):
     the deadline of one has passed by now. `observe` is told what the model raises."""
 
     items: Items
-    requests: Sequence[RequestInfo]
+    requests: Sequence[Sequence[Any]]
     states: States | None
     is_late: Callable[[int], bool]
     observe: Observe
@@ -200,7 +201,7 @@ def never_late(_index: int) -> bool:
 def execute(
     model: LoadedModel,
     items: Items,
-    requests: Sequence[RequestInfo],
+    requests: Sequence[Sequence[Any]],
     states: States | None = None,
     is_late: Callable[[int], bool] = never_late,
     late: Sequence[int] = (),
@@ -208,6 +209,7 @@ def execute(
 ) -> Outcome:
     """Validate each item, run the model on the valid ones, and isolate those on which it fails.
 
+    `requests`: the fields of a RequestInfo for each item, if the model wants them.
     `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
     `is_late`: whether the deadline of an item has passed by now; such an item is executed once at most.
     `late`: those of which it had passed before, which are not executed. `observe` is told what the model
@@ -246,6 +248,8 @@ def _attempt(
     failures: dict[int, Failure],
     parts: list[Results],
     raised: list[int],
+    *,
+    is_half: bool = False,
 ) -> bool:
     """Run the model on these items. If it raises, run it on each half, to isolate the failing items, but not
     on items that are late.
@@ -261,7 +265,7 @@ def _attempt(
         failure = failure_of(error, INTERNAL)
         is_final = len(indexes) == 1 or is_of_output
     else:
-        if len(indexes) < len(given.items):  # the model may be called again, and use its arrays again then
+        if is_half:  # the model is called again, and may use its arrays again then
             results, wrong = settled(Returned(results, wrong))
         failures.update({indexes[row]: failure_of(error, INTERNAL) for row, error in wrong.items()})
         parts.append(results)
@@ -277,7 +281,7 @@ def _attempt(
     for half in (indexes[:middle], indexes[middle:]):
         awaited = _without_late(given, half, failures)
         if awaited:
-            _attempt(model, given, awaited, failures, parts, raised)
+            _attempt(model, given, awaited, failures, parts, raised, is_half=True)
     return False
 
 
@@ -290,19 +294,30 @@ def _without_late(given: _Given, indexes: Sequence[int], failures: dict[int, Fai
     return [index for index in indexes if index not in failures]
 
 
+def _info(correlation_id: str, lane: str, fields: Mapping[str, bytes], *more: Any) -> RequestInfo:
+    """What the model sees of a request in one call: what it does to the fields stays there."""
+    return RequestInfo(correlation_id, lane, dict(fields), *more)
+
+
 def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
     """The model's results, one for each item. Raises WrongOutputError and what the model raises."""
     items, requests, states, *_ = given
-    infos = [requests[index] for index in indexes] if model.wants_requests else ()
+    infos = [_info(*requests[index]) for index in indexes] if model.wants_requests else ()
 
-    def keys() -> Iterator[Any]:
-        if isinstance(items, ListItems):
-            return map(items.key, indexes)
+    def keys() -> Iterable[Any]:
+        return map(items.key, indexes) if isinstance(items, ListItems) else ()
+
+    def ids() -> Iterable[str]:
         return (info.correlation_id for info in infos)
 
+    count = len(indexes)
     if states is None:
-        return results_of(model, model.run(items.select(indexes), infos), len(indexes), keys)
-    outputs, new_states = model.run(items.select(indexes), infos, states.select(indexes))
-    returned = results_of(model, outputs, len(indexes), keys)
+        outputs = model.run(items.select(indexes), infos)
+    else:
+        outputs, new_states = model.run(items.select(indexes), infos, states.select(indexes))
+    returned = results_of(model, outputs, count, keys, ids)
+    check_form(model, outputs, count)
+    if states is None:
+        return returned
     wrong = states.replace(indexes, new_states, returned.wrong)
     return without(returned, wrong)

@@ -67,7 +67,7 @@ def _check_health(error: BaseException) -> None:
     for cause in islice(_with_causes(error), CAUSES_MAX):
         if isinstance(cause, Unhealthy):
             raise cause
-        if not isinstance(cause, _ABOUT_BODIES) and (broken := broken_device(_text(cause))):
+        if not isinstance(cause, _ABOUT_BODIES) and (broken := broken_device(cause, _text(cause))):
             raise BrokenDeviceError(f"the accelerator is broken: {broken}") from error
 
 

@@ -10,7 +10,7 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.executor import decode_items, execute, never_late
 from carpool_worker.model_process.failures import Observe, not_observed
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
-from carpool_worker.model_process.model import LoadedModel, RequestInfo
+from carpool_worker.model_process.model import LoadedModel
 from carpool_worker.model_process.outcomes import encode_outcome
 from carpool_worker.model_process.states import States
 
@@ -33,11 +33,10 @@ def execute_frame(
         payload, rows = frames.divide_payload(payload, states_bytes)
         states = States(model.states, rows, frame.size)
     items = decode_items(frame, payload, lambda: frames.divide_payload(again(), states_bytes)[0])
-    requests = [RequestInfo(*info) for info in frame.requests]
     is_late = _lateness(frame)
     late = [index for index in range(frame.size) if is_late(index)] if _is_one_late(frame) else ()
     started_ns = time.perf_counter_ns()
-    outcome = execute(model, items, requests, states, is_late, late, observe)
+    outcome = execute(model, items, frame.requests, states, is_late, late, observe)
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
     header, data = encode_outcome(model, frame, outcome, compute_us)
     return header, [data] if states is None else [data, states.without(header.failures)]

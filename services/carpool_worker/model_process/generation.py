@@ -10,7 +10,7 @@ import msgpack
 from carpool.errors import ABORTED, INTERNAL
 from carpool_worker.model_process.chunks import join
 from carpool_worker.model_process.failures import Observe, not_observed
-from carpool_worker.model_process.frames import Failure, pack_values
+from carpool_worker.model_process.frames import Failure, pack_values, unpack_results
 from carpool_worker.model_process.step_frames import Admit, Advance
 from carpool_worker.model_process.stepping import ResultLimit, StepRequest, list_header
 
@@ -26,14 +26,16 @@ class Generation(StepRequest):
     """
 
     __slots__ = (
-        "_body_again", "_emitted_before", "_is_streamed", "_silent_steps", "_taken_bytes", "_taken_count",
-        "is_begun", "key",
+        "_admitted", "_body_again", "_emitted_before", "_is_streamed", "_silent_steps", "_taken_bytes",
+        "_taken_count", "is_begun", "key",
     )  # fmt: skip
 
     def __init__(
         self, admit: Admit, body: Any, observe: Observe = not_observed, limit: ResultLimit | None = None
     ) -> None:
         super().__init__(*admit.request, body, admit.cost, observe, limit)
+        self._admitted = (*admit.request, admit.cost)
+        self.fields = dict(self.fields)
         self.key = admit.key
         self._body_again: Callable[[], Any] | None = None
         self.is_begun = False  # `end` is to be called for it
@@ -95,12 +97,14 @@ class Generation(StepRequest):
         self.reject((ABORTED, "the model cannot continue what it had begun to send: send the request again"))
 
     def restart(self, *, continues: bool) -> None:
-        """Prepare it to be begun anew, with all that it emitted as its chunks.
+        """Prepare it to be begun anew, as it was sent, with all that it emitted as its chunks.
 
         A model that cannot continue begins at the start, and what was not sent is forgotten. If something was
         sent, the request is aborted.
         """
         self.state = None
+        self.correlation_id, self.lane, fields, self.cost = self._admitted
+        self.fields = dict(fields)
         self.renew_body()
         if continues:
             self._chunks_count, self._chunks_bytes = self.emitted, len(self._packed)
@@ -118,7 +122,8 @@ class Generation(StepRequest):
         if self._output is not None:
             return _LIST_OF_ONE + self._output
         try:
-            return pack_values([join(self._unpack(self.emitted, len(self._packed)))])
+            values = unpack_results(list_header(self.emitted) + self._packed)
+            return pack_values([join(values)])
         except Exception as error:  # for example too little memory
             self._failure = INTERNAL, f"the chunks cannot be joined: {error}"
             return None

@@ -95,6 +95,13 @@ class Declarations:
     misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that has no effect -> setting
 
 
+@dataclass(slots=True)
+class Seen:
+    """What was seen of a model since it was loaded: whether what it returns has a row for each request."""
+
+    returns_rows: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel(Declarations):
     """A user's model, loaded, that executes batches.
@@ -108,6 +115,7 @@ class LoadedModel(Declarations):
     states: tuple[StateSpec, ...] = ()
     initial_state: bytes = b""
     output_datatypes: Mapping[str, str] = field(init=False)  # declared ones, by name
+    seen: Seen = field(default_factory=Seen, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_datatypes", {spec.name: spec.datatype for spec in self.outputs})

@@ -23,6 +23,7 @@ from carpool.wire.tensors import (
     unmasked,
     why_lost,
 )
+from carpool.wire.values import check_integers, check_unmasked
 from carpool_worker.model_process.failures import UnclearOutputError, WrongOutputError
 from carpool_worker.model_process.frames import pack_values, unpack_results
 from carpool_worker.model_process.model import LoadedModel
@@ -36,9 +37,11 @@ _EXPECTED: Final = (
     "return a list with one result for each request, one array with the batch first, or a dict of outputs by "
     "name, each of them such a list or array"
 )
+# The methods of columns that give exact values, and None or another value of its own where one is missing.
+_LISTS: Final = ("to_list",)
+_LISTS_OF_TABLES: Final = ("to_list", "tolist", "to_pylist")
 _TEXT_KINDS: Final = "USOT"  # of dtypes: numpy's texts and bytes, objects, texts of any length
 _KEY_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
-_NUMBERS: Final = frozenset({bool, int, float})
 _TEXT: Final = frozenset({str})
 _NAMES_SHOWN: Final = 10
 
@@ -63,15 +66,20 @@ class _Column(NamedTuple):
 
 
 def results_of(
-    model: LoadedModel, outputs: Any, count: int, keys: Callable[[], Iterable[Any]] = tuple
+    model: LoadedModel,
+    outputs: Any,
+    count: int,
+    keys: Callable[[], Iterable[Any]] = tuple,
+    ids: Callable[[], Iterable[str]] = tuple,
 ) -> Returned:
     """What the model returned for `count` requests. Raises WrongOutputError and UnclearOutputError.
 
-    `keys`: by what a dict with a row for each request could be keyed, such as the bodies.
+    `keys`, `ids`: the bodies and the correlation IDs, by which a dict with a row for each request could be
+    keyed.
     """
     outputs = _listed(outputs)
     if _is_dict(outputs):
-        return _of_dict(model, outputs, count, keys)
+        return _of_dict(model, outputs, count, keys, ids)
     if _is_list(outputs):
         _check_count(len(outputs), count)
         return _of_rows(model.outputs, list(outputs)) if model.outputs else _without_errors(list(outputs))
@@ -90,6 +98,38 @@ def results_of(
         # A model that declares no tensors and returns one value for each request: plain values.
         return _without_errors(_kept(column.values.tolist(), column.wrong), column.wrong)
     return _joined({spec.name if spec else "": column}, count)
+
+
+def check_form(model: LoadedModel, outputs: Any, count: int) -> None:
+    """Raise UnclearOutputError if what the model returned for several requests may be a list of columns, with
+    as many outputs as there are requests, as scikit-learn's `predict_proba` is for several outputs.
+
+    For fewer requests it is clear: then columns are too many. And so it is, from then on, once the model has
+    returned what cannot be columns."""
+    if model.seen.returns_rows or model.outputs or _is_dict(outputs):
+        return
+    if count == 1 or not _may_be_columns(outputs, count):
+        model.seen.returns_rows = True
+        return
+    raise UnclearOutputError(
+        f"the model returned {count} times {count} values for {count} requests, which may be outputs and not "
+        f"requests: {_EXPECTED}"
+    )
+
+
+def _may_be_columns(outputs: Any, count: int) -> bool:
+    if _is_list(outputs):
+        return all(_length(value) == count for value in outputs)
+    shape: Any = getattr(outputs, "shape", ())
+    return len(shape) > 1 and bool(shape[1] == count)
+
+
+def _length(value: Any) -> int:
+    """Of a list or an array; -1 of anything else."""
+    if isinstance(value, list | tuple):
+        return len(value)
+    shape = getattr(value, "shape", None)
+    return shape[0] if isinstance(shape, tuple) and shape else -1
 
 
 def rows_of(results: Results) -> list[Any]:
@@ -164,12 +204,19 @@ def _is_dict(value: Any) -> bool:
 
 
 def _listed(value: Any) -> Any:
-    """A Series of pandas or polars as a list: in an array, one missing value makes floats of integers."""
-    if type(value) in (list, dict, np.ndarray) or not (
-        hasattr(value, "to_list") and hasattr(value, "__array__")
-    ):
+    """A Series or another column of pandas, polars or pyarrow as a list: in an array, one missing value makes
+    floats of integers. Raises WrongOutputError."""
+    if type(value) in (list, dict, np.ndarray) or not hasattr(value, "__array__") or isinstance(value, type):
         return value
-    return value.to_list()
+    names = _LISTS_OF_TABLES if hasattr(value, "to_numpy") and not hasattr(value, "columns") else _LISTS
+    convert = next((method for name in names if (method := getattr(value, name, None)) is not None), None)
+    if convert is None:
+        return value
+    try:
+        return convert()
+    except Exception as error:  # for example a column in a GPU's memory
+        kind = type(value).__name__
+        raise WrongOutputError(f"the model returned a {kind} that cannot be converted: {error}") from None
 
 
 def _is_array(value: Any) -> bool:
@@ -189,12 +236,16 @@ def _shown(names: Collection[Any]) -> str:
 
 
 def _of_dict(
-    model: LoadedModel, outputs: Mapping[Any, Any], count: int, keys: Callable[[], Iterable[Any]]
+    model: LoadedModel,
+    outputs: Mapping[Any, Any],
+    count: int,
+    keys: Callable[[], Iterable[Any]],
+    ids: Callable[[], Iterable[str]],
 ) -> Returned:
     specs = {spec.name: spec for spec in model.outputs}
     _check_names(outputs, specs, count)
-    is_keyed = not specs and count > 1 and _is_keyed_by_request(outputs, count, keys())
-    if is_keyed and len(outputs) > 1:
+    is_keyed = not specs and count > 1 and _is_keyed_by_body(outputs, keys())
+    if not specs and ((is_keyed and len(outputs) > 1) or _is_keyed_by_request(outputs, ids())):
         raise WrongOutputError(_keyed(outputs))
     columns = {name: _column(outputs[name], specs.get(name), count, name) for name in specs or outputs}
     if is_keyed:  # all requests have the same body, which is the name: of each alone, one value is the column
@@ -224,11 +275,16 @@ def _check_names(outputs: Mapping[Any, Any], specs: Mapping[str, TensorSpec], co
         )
 
 
-def _is_keyed_by_request(outputs: Mapping[Any, Any], count: int, keys: Iterable[Any]) -> bool:
+def _is_keyed_by_request(outputs: Mapping[Any, Any], ids: Iterable[str]) -> bool:
+    """Whether the names are row numbers, or all of them correlation IDs: nobody names outputs so."""
+    if "0" in outputs and all(str(row) in outputs for row in range(len(outputs))):
+        return True
+    return outputs.keys() <= set(ids)
+
+
+def _is_keyed_by_body(outputs: Mapping[Any, Any], keys: Iterable[Any]) -> bool:
     """Whether these may be rows and not columns: then a row has as many values as there are requests only by
     coincidence."""
-    if len(outputs) == count and all(str(number) in outputs for number in range(count)):
-        return True
     found: set[str] = set()
     for key in keys:  # usually none of them is a name, which the first one shows
         if type(key) not in _KEY_TYPES or (name := str(key)) not in outputs:
@@ -243,12 +299,17 @@ def _column(value: Any, spec: TensorSpec | None, count: int, name: str) -> _Colu
     if _is_list(value):
         _check_count(len(value), count, f" in output {name!r}")
         if spec is None:
-            return _Column(list(value), {})
+            return _Column(list(value), _errors_in(value))
         return _declared_list(list(value), spec)
     if not _is_array(value):
         kind = type(value).__name__
         raise WrongOutputError(f"the model returned a {kind} in output {name!r}, not a list: {_EXPECTED}")
     return _array_column(value, spec, count, f" in output {name!r}")
+
+
+def _errors_in(values: Iterable[Any]) -> Wrong:
+    """The exceptions among these values, by row."""
+    return {row: value for row, value in enumerate(values) if isinstance(value, BaseException)}
 
 
 def _joined(columns: Mapping[str, _Column], count: int) -> Returned:
@@ -296,21 +357,29 @@ def _without_errors(values: list[Any], wrong: Wrong | None = None) -> Returned:
 def _array_column(value: Any, spec: TensorSpec | None, count: int, where: str) -> _Column:
     """An array with the batch first, or what can be converted to one. Raises WrongOutputError."""
     array = value if type(value) is np.ndarray else _as_array(value, where)
-    _check_count(len(array) if array.ndim else 0, count, where)
-    masked: Wrong = {}
+    if not array.ndim:
+        raise WrongOutputError(
+            f"the model returned a single value{where}, a {type(value).__name__} without dimensions, for "
+            f"{count} requests: return an array with a row for each request, also for one request, for "
+            "example with mean(axis=1) in place of mean(), or squeeze(axis=1) in place of squeeze()"
+        )
+    _check_count(len(array), count, where)
+    wrong: Wrong = {}
     if isinstance(array, np.ma.MaskedArray):
-        array, masked = _unmasked_rows(array, where)
+        array, wrong = _unmasked_rows(array, where)
     if array.dtype.kind == "T":
         array = array.astype(object)
     if spec is not None:
         column = _declared_array(array, spec)
-        return column._replace(wrong=column.wrong | masked) if masked else column
-    if array.dtype.kind not in _TEXT_KINDS:
+        return column._replace(wrong=column.wrong | wrong) if wrong else column
+    if array.dtype.kind == "O":
+        wrong = _errors_in(array) | wrong
+    elif array.dtype.kind not in _TEXT_KINDS:
         try:
             datatype_of(array)
         except ValueError as error:
             raise WrongOutputError(f"the model's result{where} cannot be sent: {error}") from None
-    return _Column(array, masked)
+    return _Column(array, wrong)
 
 
 def _as_array(value: Any, where: str) -> Array:
@@ -347,7 +416,7 @@ def _unmasked_rows(array: Any, where: str) -> tuple[Array, Wrong]:
 
 def _of_rows(specs: Sequence[TensorSpec], rows: list[Any]) -> Returned:
     """A list of results of a model that declares outputs."""
-    wrong: Wrong = {row: value for row, value in enumerate(rows) if isinstance(value, BaseException)}
+    wrong = _errors_in(rows)
     names = {spec.name for spec in specs}
     for row, value in enumerate(rows):
         if row in wrong or (len(specs) == 1 and not (isinstance(value, Mapping) and value.keys() == names)):
@@ -402,6 +471,7 @@ def _of(spec: TensorSpec) -> str:
 
 def _declared_value(value: Any, spec: TensorSpec) -> Any:
     """The value of one request as it is declared. Raises WrongOutputError and InvalidArgumentError."""
+    value = _listed(value)
     if _is_array(value) and not isinstance(value, np.generic):
         array = unmasked(value if isinstance(value, np.ndarray) else _as_array(value, ""))
         column = _declared_array(array[np.newaxis], spec)
@@ -429,25 +499,18 @@ def _declared_value(value: Any, spec: TensorSpec) -> Any:
 
 def _numbers_of(value: Any, spec: TensorSpec) -> Array:
     """Numbers of one request as an array in which each has its value."""
-    _check_unmasked(value)
+    check_unmasked(value)
     array = np.asarray(value)  # ValueError for rows of unequal length
     if array.dtype.kind == "O":
         raise WrongOutputError(
             f"the model's result in output {spec.name!r} is not {_of(spec)}: not all of it are "
             "numbers of 64 bits"
         )
-    if array.dtype.kind == "f" and spec.datatype not in ("FP16", "BF16", "FP32", "FP64"):
-        return array_of(_as_lists(value), spec.datatype, spec.name)  # integers beside floats are rounded
+    if array.dtype.kind == "f":  # in which integers beside floats are rounded
+        if spec.datatype not in ("FP16", "BF16", "FP32", "FP64"):
+            return array_of(_as_lists(value), spec.datatype, spec.name)
+        check_integers(value, spec.datatype)
     return array
-
-
-def _check_unmasked(value: Any) -> None:
-    """Raise ValueError if an array in these lists has masked numbers."""
-    if isinstance(value, np.ma.MaskedArray):
-        unmasked(value)
-    elif isinstance(value, list | tuple) and not _NUMBERS.issuperset(map(type, value)):
-        for item in value:
-            _check_unmasked(item)
 
 
 def _as_lists(value: Any) -> Any:

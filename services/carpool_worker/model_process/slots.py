@@ -44,7 +44,8 @@ class Slots(Generic[T]):
         self._waiting_alone: dict[int, T] = {}
         self._steps_alone: dict[int, int] = {}  # that are left to those that are to be alone, or are
         self._running: dict[int, T] = {}  # those that have a slot
-        self._cost = 0  # of those
+        self._costs: dict[int, int] = {}  # of those, when they got it: a model may change what it sees
+        self._cost = 0  # their sum
         self._is_paused = False
 
     @property
@@ -109,7 +110,8 @@ class Slots(Generic[T]):
 
     def end(self, key: int) -> None:
         """The request of this key ended: its slot is free."""
-        self._cost -= self._running.pop(key).cost
+        del self._running[key]
+        self._cost -= self._costs.pop(key)
         self._steps_alone.pop(key, None)
 
     def drop(self, key: int) -> T | None:
@@ -150,6 +152,7 @@ class Slots(Generic[T]):
 
     def _occupy(self, request: T) -> None:
         self._running[request.key] = request
+        self._costs[request.key] = request.cost
         self._cost += request.cost
 
 

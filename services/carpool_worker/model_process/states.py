@@ -15,6 +15,7 @@ import numpy as np
 from carpool.parts import Buffer
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import Array, StateSpec, unmasked
+from carpool.wire.values import check_integers, check_unmasked
 from carpool_worker.model_process.failures import WrongOutputError
 
 STATE_BYTES_MAX: Final = 64 * 1024 * 1024  # of one sequence, all its states together
@@ -98,12 +99,18 @@ class States:
         rows = slice(None) if len(indexes) == len(self._rows) else list(indexes)
         wrong: dict[int, BaseException] = {}
         for spec, columns in zip(self._specs, self._columns, strict=True):
+            given = states[spec.name]
             try:
-                array = _plain(states[spec.name])
-                self._new[rows, columns] = spec.join(array, len(indexes))
+                if isinstance(given, list | tuple) and len(indexes) > 1:
+                    # In an array of all rows, one float would make floats of the integers in the others.
+                    found = self._replace_each(spec, columns, indexes, given, failed)
+                    if len(found) < len(indexes):
+                        wrong |= found
+                        continue
+                self._new[rows, columns] = spec.join(_plain(given, spec), len(indexes))
             except Exception as error:  # a model's arrays may be of any class and raise anything
                 reason = WrongOutputError(f"the model's new state cannot be kept: {error}")
-                found = self._replace_each(spec, columns, indexes, states[spec.name], failed)
+                found = self._replace_each(spec, columns, indexes, given, failed)
                 if len(found) == len(indexes):
                     raise reason from None
                 wrong |= found
@@ -116,11 +123,10 @@ class States:
         wrong: dict[int, BaseException] = {}
         for row, index in enumerate(indexes):
             try:
-                if np.shape(states)[spec.axis] != len(indexes):
+                if _count(states, spec.axis) != len(indexes):
                     raise ValueError("not a row for each request")
-                one = _plain(np.ma.take(states, [row], spec.axis) if _is_masked(states) else
-                             np.take(np.asarray(states), [row], spec.axis))  # fmt: skip
-                self._new[index, columns] = spec.join(one, 1)[0]
+                one = _row(states, row, spec.axis)
+                self._new[index, columns] = spec.join(_plain(one, spec), 1)[0]
             except Exception as error:
                 wrong[row] = WrongOutputError(f"the model's new state cannot be kept: {error}")
         return wrong if len(wrong) == len(indexes) else {r: e for r, e in wrong.items() if r not in failed}
@@ -136,5 +142,27 @@ def _is_masked(states: Any) -> bool:
     return isinstance(states, np.ma.MaskedArray)
 
 
-def _plain(states: Any) -> Any:
+def _count(states: Any, axis: int) -> int:
+    if isinstance(states, list | tuple) and axis == 0:
+        return len(states)
+    return int(np.shape(states)[axis])
+
+
+def _row(states: Any, row: int, axis: int) -> Any:
+    """The states of one request, as they are: of lists, as a list."""
+    if _is_masked(states):
+        return np.ma.take(states, [row], axis)
+    if not isinstance(states, list | tuple):
+        return np.take(np.asarray(states), [row], axis)
+    if axis == 0:
+        return [states[row]]
+    check_unmasked(states)
+    return np.take(np.array(states, object), [row], axis).tolist()
+
+
+def _plain(states: Any, spec: StateSpec) -> Any:
+    """States without a mask. Raises ValueError if numbers are masked, or, in lists, integers are rounded."""
+    if isinstance(states, list | tuple):
+        check_unmasked(states)
+        check_integers(states, spec.datatype)
     return unmasked(states) if _is_masked(states) else states

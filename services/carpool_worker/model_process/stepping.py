@@ -21,8 +21,9 @@ import numpy as np
 
 from carpool.errors import INTERNAL, AbortedError
 from carpool.model_settings import RESULT_BYTES_DEFAULT
+from carpool_worker.model_process.chunks import text_array
 from carpool_worker.model_process.failures import Observe, failure_of, not_observed
-from carpool_worker.model_process.frames import Failure, pack_values, too_large, unpack_values
+from carpool_worker.model_process.frames import Failure, pack_values, places_in, too_large, unpack_values
 
 _PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
 _PLAIN_PACKER: Final = msgpack.Packer()
@@ -103,7 +104,7 @@ class StepRequest:
 
         Empty, except if the process that generated it died, or if the model raised. Decoded at each call.
         """
-        return self._unpack(self._chunks_count, self._chunks_bytes)
+        return [text_array(value) for value in unpack_values(self._packed_chunks())]
 
     @property
     def has_ended(self) -> bool:
@@ -163,10 +164,9 @@ class StepRequest:
         self.is_too_large = True
         self._fail(*too_large(self._limit.bytes_max))
 
-    def _unpack(self, count: int, size_bytes: int) -> list[Any]:
-        """The first `count` emitted values, which are `size_bytes` long."""
-        values: list[Any] = unpack_values(list_header(count) + self._packed[:size_bytes])
-        return values
+    def _packed_chunks(self) -> bytes:
+        """`chunks` as a packed list."""
+        return list_header(self._chunks_count) + self._packed[: self._chunks_bytes]
 
 
 def list_header(count: int) -> bytes:
@@ -204,7 +204,7 @@ class GeneratorModel:
         for request in requests:
             try:
                 request.state = self._generate(request.body)
-                _skip(request.state, request.chunks)
+                _skip(request.state, request)
             except BaseException as error:  # a library's panic, SystemExit: none may end this process
                 request.fail(error)
 
@@ -229,11 +229,12 @@ class GeneratorModel:
             request.state.close()
 
 
-def _skip(generator: Iterator[Any], sent: Sequence[Any]) -> None:
+def _skip(generator: Iterator[Any], request: StepRequest) -> None:
     """Skip the values that were sent. Raises AbortedError if the generator does not yield the same ones."""
-    for index, value in enumerate(sent):
+    sent = request._packed_chunks()
+    for index, place in enumerate(places_in(sent)):
         try:
-            is_same = _pack(next(generator)) == _pack(value)
+            is_same = _pack(next(generator)) == sent[place]
         except StopIteration:
             is_same = False
         if not is_same:

@@ -41,6 +41,7 @@ _CUDA: Final = "CUDAExecutionProvider"
 _CPU: Final = "CPUExecutionProvider"
 _BFLOAT16: Final = 16  # TensorProto.DataType
 _ERRORS_ONLY, _FATAL_ONLY = 3, 4  # onnxruntime's severities: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
+_COUNTING: Final = ("NonZero", "Compress", "Unique", "NonMaxSuppression")
 _DEVICE: Final = re.compile(r"cpu|cuda(?::(\d+))?")
 # File names that do not identify a model: NAME/model.onnx, NAME/1/model.onnx, NAME/onnx/model.onnx.
 _GENERIC_NAME: Final = re.compile(r"model|network|onnx|weights|\d+", re.IGNORECASE)
@@ -128,7 +129,9 @@ class OnnxModel:
 
         results = self._signature.results
         probed = probe(self.inputs, execute, self.max_batch_size)
-        outputs = outputs_found(results, probed, self.path)
+        is_doubtful = self.max_batch_size > 1 and any(result.rows for result in results)
+        operator = _counting_operator(self.path) if is_doubtful else ""
+        outputs = outputs_found(results, probed, self.path, operator)
         structlog.get_logger().debug(
             "tried out which outputs have the batch first",
             file=str(self.path),
@@ -274,6 +277,15 @@ def _quietly(runtime: Any) -> Any:
     options = runtime.RunOptions()
     options.log_severity_level = _FATAL_ONLY
     return options
+
+
+def _counting_operator(path: Path) -> str:
+    """An operator of the graph whose output has as many rows as its numbers say; empty if it has none."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for operator in _COUNTING:  # as the protobuf has it: the field, its length, the name
+            if content.find(b'"%c%b' % (len(operator), operator.encode())) >= 0:
+                return operator
+    return ""
 
 
 def _warn_of_batches(path: Path, results: Sequence[ResultOutput], probed: Probed) -> None:

@@ -139,16 +139,23 @@ def _row(spec: TensorSpec, row: int, filling: Filling) -> Array:
 # --- what was found ----------------------------------------------------------------------------------------
 
 
-def outputs_found(results: Sequence[ResultOutput], probed: Probed, path: Path) -> tuple[TensorSpec, ...]:
+def outputs_found(
+    results: Sequence[ResultOutput], probed: Probed, path: Path, operator: str = ""
+) -> tuple[TensorSpec, ...]:
     """The outputs as they are sent, without maps. A size that differs from the declared one varies, and so do
-    all that were not seen. Raises ValueError for an output that has not the batch first."""
-    problems = {result.name: _problem(result, probed) for result in results}
+    all that were not seen. Raises ValueError for an output that has not the batch first.
+
+    `operator`: one in the graph that makes as many rows as the numbers say."""
+    problems = {result.name: _problem(result, probed) or _doubt(result, operator) for result in results}
     good = [name for name, problem in problems.items() if not problem]
     for result in results:
         if problem := problems[result.name]:
             fixes = ["export the model with a row for each request there"]
             if good:
                 fixes.append(f"leave it out with outputs = {json.dumps(good)} in {toml_path(path)}")
+            if operator and not _problem(result, probed):
+                names = json.dumps([other.name for other in results])
+                fixes.append(f"if it always has one, write outputs = {names} in {toml_path(path)}")
             if probed.batch_max > 1 and _is_right_alone(result, probed.runs):
                 fixes.append(f"execute each request alone with max_batch_size = 1 in {toml_path(path)}")
             raise ValueError(f"{path}: output {result.name!r} {problem}; {', or '.join(fixes)}")
@@ -195,6 +202,16 @@ def _problem(result: ResultOutput, probed: Probed) -> str:
     if _is_in_another_order(result, probed.runs):
         return "has rows that belong to other requests of the batch"
     return ""
+
+
+def _doubt(result: ResultOutput, operator: str) -> str:
+    """Why an output may have the batch first only by chance; empty if nothing says so."""
+    if not (operator and result.rows):
+        return ""
+    return (
+        f"has {result.rows} as its first dimension, which is no dimension of the inputs, and the graph has "
+        f"{operator}, so the numbers may decide how many rows there are"
+    )
 
 
 def _rows(result: ResultOutput, runs: Sequence[Run]) -> list[_Row]:

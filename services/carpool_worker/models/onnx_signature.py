@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -113,13 +113,15 @@ class ResultOutput:
     """An output of results, as the graph declares it, which may be wrong (see `onnx_probe`).
 
     `datatype`: "" for a sequence of maps. `shape`: without the batch; None if none is declared. `problem`:
-    why what is declared has not the batch first; "" if it may have.
+    why what is declared has not the batch first; "" if it may have. `rows`: the name of its first dimension,
+    if that is another one than the batch of the inputs, and the output was not chosen by name.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...] | None = None
     problem: str = ""
+    rows: str = ""
 
     @property
     def is_maps(self) -> bool:
@@ -175,7 +177,7 @@ def read_signature(graph: Any, declaration: Declaration, path: Path) -> Signatur
         )
     signature = Signature(
         inputs=tuple(_spec(value, path) for value in of_requests),
-        results=_results(of_requests, of_results, path),
+        results=_results(of_requests, of_results, path, are_chosen=declaration.outputs is not None),
         states=tuple(
             _state(state, inputs[state.input], outputs[state.output]) for state in declaration.states
         ),
@@ -249,11 +251,17 @@ def _check_inputs(inputs: Sequence[Any], path: Path) -> None:
     raise ValueError(f"{path}: the batch dimension (the first) of input {name!r} is fixed at {size}; {_FIX}")
 
 
-def _results(inputs: Sequence[Any], outputs: Sequence[Any], path: Path) -> tuple[ResultOutput, ...]:
+def _results(
+    inputs: Sequence[Any], outputs: Sequence[Any], path: Path, *, are_chosen: bool
+) -> tuple[ResultOutput, ...]:
     """The outputs of results. Raises ValueError for one that cannot be sent."""
     batch = {value.shape[0] for value in inputs if value.shape}
     inner = {size for value in inputs for size in value.shape[1:] if isinstance(size, str)} - batch
-    results = tuple(_result(value, inner, path) for value in outputs)
+    known = batch | inner
+    results = tuple(
+        replace(result, rows="" if are_chosen else _other_rows(value, known))
+        for value, result in ((value, _result(value, inner, path)) for value in outputs)
+    )
     types = {value.type for value in (*inputs, *outputs)}
     maps = [result.name for result in results if result.is_maps]
     if maps and "tensor(bfloat16)" in types:  # for which onnxruntime's Python interface has no way
@@ -282,6 +290,12 @@ def _result(value: Any, inner: Collection[str], path: Path) -> ResultOutput:
     is_other = isinstance(first, int) or first in inner
     problem = f"has {first} as its first dimension, which is not the batch" if is_other else ""
     return ResultOutput(value.name, datatype, shape, problem)
+
+
+def _other_rows(value: Any, known: Collection[int | str | None]) -> str:
+    """The first dimension of an output, if it varies and is none of the inputs' dimensions."""
+    first = value.shape[0] if value.shape else 1
+    return "" if isinstance(first, int) or first in known else first or "?"
 
 
 def _leave_out(path: Path) -> str:

@@ -8,14 +8,25 @@ value with the status OK. docs/values.md has a table of them, which tests/unit/t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, Final
 
 import numpy as np
 
-from carpool.wire.tensors import Array, datatype_of, from_bfloat16, is_bfloat16, unmasked
+from carpool.wire.tensors import (
+    Array,
+    datatype_of,
+    from_bfloat16,
+    in_datatype,
+    is_bfloat16,
+    unmasked,
+    why_lost,
+)
 
+_FLOATS: Final = ("FP16", "BF16", "FP32", "FP64")
+_NUMBERS: Final = frozenset({bool, int, float})
+_FLOAT: Final = frozenset({float})
 _FLOAT_BYTES_MAX: Final = 8  # of a Python float
 
 # What to do with a value, by the name of its class or of one that it inherits.
@@ -145,3 +156,41 @@ def _number(value: np.generic) -> Any:
         return from_bfloat16(np.asarray(value)).item()
     datatype_of(np.asarray(value))
     return value.item()
+
+
+def check_unmasked(value: Any) -> None:
+    """Raise ValueError if an array in these nested lists has masked numbers."""
+    if isinstance(value, np.ma.MaskedArray):
+        unmasked(value)
+    elif isinstance(value, list | tuple) and not _NUMBERS.issuperset(map(type, value)):
+        for item in value:
+            check_unmasked(item)
+
+
+def check_integers(value: Any, datatype: str) -> None:
+    """Raise ValueError unless a datatype of floats holds each integer in these nested lists. In an array of
+    them, one float makes floats of all integers, which then cannot be told from those that were floats."""
+    if datatype not in _FLOATS:
+        return
+    found = list(_integers_in(value))
+    for dtype, is_negative in (("u8", False), ("i8", True)):
+        try:
+            array = np.array([integer for integer in found if (integer < 0) == is_negative], dtype)
+        except OverflowError:
+            raise ValueError("a whole number has more than 64 bits") from None
+        if in_datatype(array, datatype)[1] is not None:
+            raise ValueError(why_lost(array, datatype))
+
+
+def _integers_in(value: Any) -> Iterator[int]:
+    if isinstance(value, list | tuple):
+        if not _FLOAT.issuperset(map(type, value)):
+            for item in value:
+                yield from _integers_in(item)
+    elif isinstance(value, int | np.integer):
+        if not isinstance(value, bool):
+            yield int(value)
+    elif not isinstance(value, float | np.generic) and hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype.kind in "iuO":
+            yield from _integers_in(array.ravel().tolist())
