@@ -678,8 +678,13 @@ def raised_by(use: Callable[[], object]) -> str:
 def test_an_async_client_that_connects_after_forks_serves_each_process(stack: Stack) -> None:
     """As with gunicorn --preload: each child connects with its first request."""
     client = AsyncClient(stack.url, timeout=15)
+    refused = AsyncClient("redis://127.0.0.1:1/0")
+    with pytest.raises(UnavailableError):
+        asyncio.run(refused.connect())
 
     async def work() -> tuple[str, bool]:
+        with pytest.raises(UnavailableError):  # as before: it has no connection
+            await refused.connect()
         own = [f"{os.getpid()} {number}" for number in range(40)]
         async with client:
             sequence_id = client.sequence("Echo").sequence_id

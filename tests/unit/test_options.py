@@ -35,6 +35,7 @@ from carpool.wire.request_fields import (
 from carpool.wire.runs import decode_attributes
 
 SURROGATE: Final = os.fsdecode(b"\xff.png")
+NO_DELAYS: Final[list[Any]] = ["", False, [], -1, float("nan")]
 ENDLESS: Final = 10**5000  # Python does not write it, and hiredis ends the process
 
 
@@ -80,6 +81,7 @@ def fields_of(**options: Any) -> dict[str, Any]:
         ({"priority": 10}, "priority"),
         ({"cost": -1}, "cost"),
         ({"fields": {"cost": "5"}}, "cost"),
+        *[({"not_before": value}, "not_before") for value in NO_DELAYS],
         ({"fields": {"when": np.datetime64("2026")}}, "when"),
         ({"fields": {"number": np.longdouble(1)}}, "number"),
         ({"not_before": True}, "not_before"),
@@ -182,6 +184,7 @@ def test_numbers_of_numpy_are_numbers(five: Any) -> None:
         assert (timeout_s, type(timeout_s) in (int, float)) == (5, True)
         assert fields_of(not_before=seconds) == {"not_before": 5000}
         assert left_of({"not_before": seconds}, None, 2)["not_before"] == 3
+    assert fields_of(not_before=0) == fields_of(not_before=None) == {}
     endless: Any = np.float32("inf")
     assert checked_timeout_s(endless) is None
 
@@ -204,6 +207,7 @@ def test_options_may_also_be_among_the_fields() -> None:
         "tenant": "acme",
         "traceparent": "00",
         "accept": "image/png",
+        "retries": "a field of this name",
     }
     assert fields_of(fields=fields) == fields
     assert fields_of(fields=fields, lane="b", cost=None)["lane"] == "b"

@@ -712,6 +712,8 @@ class AsyncClient:
     def _on_fork(self) -> None:
         """This is the child of a fork, and the connections are its parent's: use them no more. What awaits
         results on an event loop that the child goes on with fails."""
+        if self._opening is None:  # it could not connect, so it may still do so in each process
+            return
         self._closed = self._is_inherited = True
         self._transport.disown()
         self._fail_inherited()

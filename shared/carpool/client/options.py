@@ -44,9 +44,11 @@ _WHOLE_NUMBERS: Final = {  # from which to which; no floats, and no text
     "retries": (0, RETRIES_MAX),
     "sequence_index": (0, MAX_INDEX),
 }
+_WHOLE_FIELDS: Final = _WHOLE_NUMBERS.keys() & CARPOOL_FIELDS
 _TEXTS: Final = frozenset({"lane", "tenant", "traceparent", ACCEPT})  # a number becomes its digits
 # Beside these: seconds, int or float (`timeout`, `not_before`); a content type (`content_type`, `accept`); an
 # ID, a plain str (`correlation_id`, `sequence_id`); True or False (`sequence_start`, `sequence_end`).
+
 # They are options, too, but have a meaning only together, so they may not be among the further fields.
 SEQUENCE_OPTIONS: Final = ("sequence_id", "sequence_start", "sequence_end", "sequence_index")
 _OWN_OPTIONS: Final = frozenset({*SEQUENCE_OPTIONS, "not_before"})  # have checks of their own
@@ -138,8 +140,10 @@ def optional_fields(options: RequestOptions, timeout_s: float | None) -> dict[st
     if ACCEPT in fields:
         accept = fields[ACCEPT]
         checked(ACCEPT, accept if type(accept) is str else accept.decode("ascii", "replace"))
-    if options.get("not_before"):
-        fields["not_before"] = _not_before_ms(options["not_before"], timeout_s)
+    if (not_before_s := options.get("not_before")) is not None and (
+        not_before_ms := _not_before_ms(not_before_s, timeout_s)
+    ):
+        fields["not_before"] = not_before_ms
     if not options.keys().isdisjoint(SEQUENCE_OPTIONS):
         fields |= _sequence_fields(options)
     return fields
@@ -174,7 +178,7 @@ def _sendable(name: str, value: Any) -> bytes | str | int:
     0, as `stream` is, but not in a field with a meaning of its own. A float becomes text: 1.0 equals 1, so
     requests with either would share their fields.
     """
-    if name in _WHOLE_NUMBERS:
+    if name in _WHOLE_FIELDS:
         return _whole_number(name, value)
     if type(value) is bytes or (type(value) is str and value.isascii()):
         return value
@@ -256,9 +260,9 @@ def _shown(value: Any) -> str:
 
 
 def _not_before_ms(not_before_s: float | None, timeout_s: float | None) -> int:
-    """Raises InvalidArgumentError."""
+    """Milliseconds; 0 for no delay. Raises InvalidArgumentError."""
     number = seconds(not_before_s)
-    if number is None or not 0 < number <= TIMEOUT_MAX_S:
+    if number is None or not 0 <= number <= TIMEOUT_MAX_S:  # true for NaN
         raise InvalidArgumentError(
             f"not_before: {_shown(not_before_s)} must be a number of seconds, 0 or more"
         )
@@ -266,7 +270,7 @@ def _not_before_ms(not_before_s: float | None, timeout_s: float | None) -> int:
         raise InvalidArgumentError(
             f"not_before: {number:g} s must be less than the timeout, which is {timeout_s:g} s"
         )
-    return max(1, round(number * 1000))
+    return max(1, round(number * 1000)) if number else 0
 
 
 def check_no_retries(options: RequestOptions) -> None:
