@@ -156,7 +156,7 @@ def read_body(body: str, content_type: str = JSON) -> Any:
     """Read the BODY argument, as its content type says. Raises OSError, InvalidArgumentError."""
     data = _body_bytes(body)
     if canonical(content_type) != JSON:
-        return decode_body(canonical(content_type), data)
+        return decode_body(canonical(content_type), data, declared=True)
     try:
         text = decoded(data, "body:")
     except ValueError as error:

@@ -45,6 +45,11 @@ def answers(
     ]  # fmt: skip
 
 
+def always(returned: Any) -> Callable[[Any], Any]:
+    """A model that returns this."""
+    return lambda batch: returned
+
+
 def plain(value: Any) -> Any:
     """A value with its arrays as lists, and its types named."""
     if isinstance(value, np.ndarray):
@@ -240,6 +245,40 @@ def test_texts_of_a_declared_output() -> None:
     assert answers(lambda batch: ["a\0", 1], [0, 1], [single])[0] == "a\0"
     assert "a int in output 'y'" in str(answers(lambda batch: ["a\0", 1], [0, 1], [single])[1])
     assert answers(lambda batch: [["a\0", "b"]], [0], [pair]) == [["a\0", "b"]]
+
+
+@pytest.mark.parametrize("dtype", ["S2", object])
+def test_bytes_in_a_declared_output_of_texts_are_texts_in_utf_8(dtype: Any) -> None:
+    """Given bytes of texts, and some that are none, expect only their row to fail."""
+    spec, good, bad = TensorSpec("y", "BYTES", (2,)), [b"a", "é".encode()], [b"a", b"\xff"]
+    wrong = (
+        "the model's result in output 'y' is not BYTES of shape [2], as it is declared: the bytes b'\\xff' are no "
+        "text in UTF-8"
+    )
+    for returned in (
+        [good, bad],
+        np.array([good, bad], dtype),
+        [np.array(good, dtype), np.array(bad, dtype)],
+    ):
+        first, second = answers(always(returned), [0, 1], [spec])
+        assert first == ["a", "é"]
+        assert second.args == (INTERNAL, wrong)
+
+
+@pytest.mark.parametrize("dtype", ["U1", object])
+def test_texts_of_a_shape_without_elements_keep_it(dtype: Any) -> None:
+    specs = [TensorSpec("y", "BYTES", (-1, 3))]
+    for returned in (np.empty((1, 0, 3), dtype), [np.empty((0, 3), dtype)]):
+        (answer,) = answers(always(returned), [0], specs)
+        assert plain(answer) == ("tensor", "object", (0, 3), [])
+
+
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+def test_texts_of_a_declared_output_have_its_shape(content_type: str) -> None:
+    rows = [["a", "bc"], ["d", "e"]]
+    specs = [TensorSpec("y", "BYTES", (2, 2))]
+    for returned in ([rows], np.array([rows]), [np.array(rows, object)]):
+        assert answers(always(returned), [0], specs, content_type) == [rows]
 
 
 # --- what a model does to its batch ------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from carpool.errors import RESOURCE_EXHAUSTED
 from carpool.model_settings import RESULT_BYTES_DEFAULT, ModelKind
 from carpool.parts import Buffer
 from carpool.wire.tensors import WIDTHS, Array, TensorSpec, datatype_of, from_bytes, tensor_map, to_bytes
-from carpool.wire.values import plain
+from carpool.wire.values import NOT_CONTIGUOUS, plain
 
 # Neither is text: 0xC1 is in no UTF-8, and begins nothing in msgpack.
 _BEGIN: Final = b"\xc1Cp\x8e\x1d\xf2\xc1>"
@@ -354,12 +354,20 @@ def pack_values(values: Any) -> bytes:
 
     Arrays of strings become a BYTES tensor's map, as in request and result bodies.
     """
-    return bytes(msgpack.packb(values, default=_pack_other, strict_types=False))
+    try:
+        return bytes(msgpack.packb(values, default=_pack_other, strict_types=False))
+    except BufferError:
+        raise ValueError(NOT_CONTIGUOUS) from None
 
 
 def unpack_values(data: Buffer) -> Any:
-    """The inverse of `pack_values`; tuples come back as lists."""
-    return msgpack.unpackb(data, ext_hook=_unpack_ext, strict_map_key=False)
+    """The inverse of `pack_values`; tuples come back as lists, so none can be a key."""
+    try:
+        return msgpack.unpackb(data, ext_hook=_unpack_ext, strict_map_key=False)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        raise TypeError("a key in a dict is a tuple: use text, such as str(key)") from None
 
 
 def unpack_bodies(data: Buffer) -> Any:
