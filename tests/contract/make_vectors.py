@@ -1205,7 +1205,7 @@ def nested_tensors() -> list[Case]:
 
 
 def strings() -> list[Case]:
-    """BYTES: a flat list of strings in both content types, which are decoded to lists nested as the shape is."""
+    """BYTES: a flat list of strings in both content types; decoded, lists nested as the shape is."""
     cases: dict[str, tuple[list[int], list[str], Any]] = {
         "texts": ([2], ["ä", ""], ["ä", ""]),
         "rows of texts": ([2, 1], ["a", "b"], [["a"], ["b"]]),

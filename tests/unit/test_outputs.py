@@ -252,8 +252,8 @@ def test_bytes_in_a_declared_output_of_texts_are_texts_in_utf_8(dtype: Any) -> N
     """Given bytes of texts, and some that are none, expect only their row to fail."""
     spec, good, bad = TensorSpec("y", "BYTES", (2,)), [b"a", "é".encode()], [b"a", b"\xff"]
     wrong = (
-        "the model's result in output 'y' is not BYTES of shape [2], as it is declared: the bytes b'\\xff' are no "
-        "text in UTF-8"
+        "the model's result in output 'y' is not BYTES of shape [2], as it is declared: the bytes "
+        "b'\\xff' are no text in UTF-8"
     )
     for returned in (
         [good, bad],

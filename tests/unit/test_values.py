@@ -193,8 +193,8 @@ def test_a_value_survives_or_is_refused_as_the_table_says(expression: str, outco
 
 
 def test_a_number_or_text_is_the_same_alone_and_among_many() -> None:
-    """Given an element of an array, and the array as the bodies of many requests, expect a model that declares
-    nothing to get the same."""
+    """Given an element of an array, and the array as the bodies of many requests, expect a model that
+    declares nothing to get the same."""
     encoder = BodyEncoder()
     for array in (np.arange(3.0), np.arange(3, dtype="u8"), np.array([True]), np.array([0.1], "f4"),
                   np.array([0.5], "f2"), np.array(["a"]), np.array([b"a\xff"])):  # fmt: skip

@@ -42,8 +42,8 @@ NOT_CONTIGUOUS: Final = "a memoryview in it is not contiguous: send bytes(value)
 
 def plain(value: Any) -> Any:
     """What stands for a value that msgpack and JSON do not know: an array that has a datatype, a plain number
-    or text, or bytes, in lists for an array of them. Raises TypeError, ValueError or OverflowError, whose text
-    names the type and says what to do."""
+    or text, or bytes, in lists for an array of them. Raises TypeError, ValueError or OverflowError, whose
+    text names the type and says what to do."""
     if isinstance(value, np.ndarray):
         return _array(value)
     if isinstance(value, int):
