@@ -56,21 +56,27 @@ def decode_body(content_type: str, body: bytes, *, declared: bool = False) -> An
     Depth, length and count are checked before anything large is built. The names in maps are text or bytes:
     with integers, a producer could choose names that collide in a dict.
     """
-    return _decode(content_type, body, decode_tensor if declared else _PlainTensors(), strict_names=True)
+    return _decode(content_type, body, _tensors_as_arrays if declared else _PlainTensors, strict_names=True)
 
 
 def decode_result(content_type: str, body: bytes) -> Any:
     """As `decode_body`, for the body of a result: names in maps may be anything that a dict can have, because
     the model chose them and not a producer. Arrays may be written to. Numbers without dimensions are arrays,
     and so are texts of a shape that lists do not keep."""
-    return _decode(content_type, body, _ResultTensors(), strict_names=False)
+    return _decode(content_type, body, _ResultTensors, strict_names=False)
 
 
-def _decode(content_type: str, body: bytes, decode: _DecodeTensor, *, strict_names: bool) -> Any:
+def _decode(
+    content_type: str, body: bytes, tensors: Callable[[], _DecodeTensor], *, strict_names: bool
+) -> Any:
     if not is_value(content_type):
         return body
     value = _decode_json(body) if content_type == JSON else _decode_msgpack(body, strict_names)
-    return _replace_tensors(value, None, 0, decode)
+    return value if type(value) in _SCALARS else _replace_tensors(value, None, 0, tensors())
+
+
+def _tensors_as_arrays() -> _DecodeTensor:
+    return decode_tensor
 
 
 class _PlainTensors:
