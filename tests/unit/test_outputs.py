@@ -110,6 +110,25 @@ class Frame:
         return np.array([[2.0**53, 0.5]] * 2)
 
 
+class TorchBFloat16:
+    """Like a torch tensor of bfloat16, of which numpy has none."""
+
+    dtype = "torch.bfloat16"
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def float(self) -> Any:
+        return np.array([[1.5], [2.5]], np.float32)
+
+
+@pytest.mark.parametrize("outputs", [(), (TensorSpec("y", "BF16", (1,)),)])
+def test_bfloat16_of_torch_is_float32(outputs: Sequence[TensorSpec]) -> None:
+    for returned in (TorchBFloat16(), {"y": TorchBFloat16()}):
+        got = answers(always(returned), [0, 1], outputs)
+        assert [plain(value) for value in got] == [("tensor", "float32", (1,), [n]) for n in (1.5, 2.5)]
+
+
 class Series:
     """Like a Series of integers of which one is missing."""
 

@@ -133,7 +133,7 @@ NAMES: Final[dict[str, Any]] = {
         *(defaultdict, Decimal, UUID, Path, datetime, timedelta),
         *(Level, Name, Color, Pair, Point, Item, tensor, Series, DataFrame, Timestamp, NaTType, bfloat16),
     )
-} | {"np": np}
+} | {"np": np, "StringDType": np.dtypes.StringDType}
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:
@@ -224,6 +224,13 @@ def test_bfloat16_of_torch_that_cannot_be_converted_says_how() -> None:
         CarpoolError, match=r"requires grad.*value\.detach\(\)\.cpu\(\)\.float\(\)\.numpy\(\)"
     ):
         encode_body(MSGPACK, tensor([1.5], requires_grad=True, dtype="torch.bfloat16"))
+
+
+def test_a_state_may_be_bfloat16_of_torch() -> None:
+    spec = StateSpec("s", "BF16", (-1, 2), initial=tensor([0.5, 1.0], dtype="torch.bfloat16"))
+    rows = spec.join(tensor([[1.5, 2.0]], dtype="torch.bfloat16"), 1)
+    assert spec.split(rows).tolist() == [[1.5, 2.0]]
+    assert spec.row(spec.initial) == to_bytes(np.array([0.5, 1.0]), "BF16")
 
 
 @pytest.mark.parametrize("mask", [[(False, True)], [(False, False)]])

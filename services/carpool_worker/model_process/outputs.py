@@ -18,12 +18,12 @@ from carpool.wire.tensors import (
     TensorSpec,
     array_of,
     datatype_of,
+    for_numpy,
     in_datatype,
     text_of,
     unmasked,
     why_lost,
 )
-from carpool.wire.values import for_numpy
 from carpool_worker.model_process.failures import WrongOutputError
 from carpool_worker.model_process.model import LoadedModel
 

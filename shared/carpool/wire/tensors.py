@@ -165,7 +165,7 @@ class StateSpec:
         """
         if value is None:
             return bytes(self.row_bytes)
-        array = np.asarray(unmasked(value))
+        array = np.asarray(unmasked(for_numpy(value)))
         if array.ndim == 0:
             array = np.broadcast_to(array, self.row_shape)
         if array.shape != self.row_shape:
@@ -190,7 +190,7 @@ class StateSpec:
         Numbers are converted to the declared datatype, but floats not to integers. Raises ValueError, also
         for another shape, and for a number that the datatype cannot hold (see `in_datatype`).
         """
-        array = np.asarray(unmasked(states))
+        array = np.asarray(unmasked(for_numpy(states)))
         shape = (*self.shape[: self.axis], count, *self.shape[self.axis + 1 :])
         if array.shape != shape:
             raise ValueError(f"state {self.name!r}: shape {list(array.shape)}, not {list(shape)}")
@@ -373,6 +373,17 @@ def is_bfloat16(dtype: np.dtype[Any]) -> bool:
 def from_bfloat16(array: Array) -> Array:
     """An array of `is_bfloat16` as float32."""
     return _widened(np.asarray(array).view(np.uint16))
+
+
+def for_numpy(value: Any) -> Any:
+    """What has `__array__`, so that numpy can read it: a torch tensor of bfloat16, which numpy does not have,
+    as one of float32, which holds all of its numbers."""
+    return value.float() if is_torch_bfloat16(value) else value
+
+
+def is_torch_bfloat16(value: Any) -> bool:
+    """Whether this is a tensor of torch, which is not imported here, with numbers of BF16."""
+    return str(getattr(value, "dtype", "")) == "torch.bfloat16"
 
 
 def _in_floats(array: Array, datatype: str, dtype: np.dtype[Any]) -> tuple[Array, NDArray[np.bool_]]:

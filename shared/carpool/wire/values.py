@@ -14,7 +14,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from carpool.wire.tensors import Array, datatype_of, is_bfloat16, keeps_shape_as_lists, unmasked
+from carpool.wire.tensors import (
+    Array,
+    datatype_of,
+    for_numpy,
+    is_bfloat16,
+    is_torch_bfloat16,
+    keeps_shape_as_lists,
+    unmasked,
+)
 
 _FLOAT_BYTES_MAX: Final = 8  # of a Python float
 
@@ -122,22 +130,12 @@ def _conversions(table: Any) -> str:
     return 'value.to_dict("records") or value.to_numpy()'
 
 
-def for_numpy(value: Any) -> Any:
-    """What has `__array__`, so that numpy can read it: a torch tensor of bfloat16, which numpy does not have,
-    as one of float32, which holds all of its numbers."""
-    return value.float() if _is_torch_bfloat16(value) else value
-
-
-def _is_torch_bfloat16(value: Any) -> bool:
-    return str(getattr(value, "dtype", "")) == "torch.bfloat16"
-
-
 def _as_array(value: Any) -> Array:
     try:
         return np.asanyarray(for_numpy(value))
     except Exception as error:  # for example a tensor that requires a gradient, or is in a GPU's memory
-        is_wider = _is_torch_bfloat16(value)
-        steps = "detach().cpu().float().numpy()" if is_wider else "detach().cpu().numpy()"
+        is_widened = is_torch_bfloat16(value)
+        steps = "detach().cpu().float().numpy()" if is_widened else "detach().cpu().numpy()"
         raise TypeError(
             f"its type is {_name(value)}, which cannot be converted ({error}): send an array, of a torch "
             f"tensor value.{steps}"
