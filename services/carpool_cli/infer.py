@@ -163,7 +163,7 @@ def read_body(body: str, content_type: str = JSON) -> Any:
     InvalidArgumentError."""
     data = _body_bytes(body)
     if content_type != JSON:
-        return decode_body(content_type, data)
+        return decode_body(content_type, data, declared=True)
     try:
         text = decoded(data, "body:")
     except ValueError as error:

@@ -7,7 +7,6 @@ here, in its Execution. No Redis, no processes, no clock.
 from __future__ import annotations
 
 import contextlib
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -38,6 +37,7 @@ from carpool.wire.tensors import (
     check_bools,
     converted,
     tensor_head,
+    text_of,
     to_be_sent,
     to_bytes,
 )
@@ -47,6 +47,7 @@ from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part
 from carpool_worker.raising_producers import RaisingProducers
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
+_TEXT: Final = frozenset({str})
 EXAMPLE_BYTES_MAX: Final = 16 * 1024 * 1024
 ERROR_CHARS_MAX: Final = 200  # of what operators are shown
 _OTHER_KIND: Final = (
@@ -235,7 +236,7 @@ class Codec:
         inputs = self.inputs
         if not is_value(content_type):
             return self._raw_tensor(content_type, body)
-        value = decode_body(content_type, body)
+        value = decode_body(content_type, body, declared=True)
         if len(inputs) == 1 and not (isinstance(value, dict) and value.keys() == {inputs[0].name}):
             value = {inputs[0].name: value}
         if not isinstance(value, dict) or value.keys() != {spec.name for spec in inputs}:
@@ -524,19 +525,19 @@ def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
 
 
 def _strings(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
-    """As `_numbers`, for BYTES. A flat list takes the declared shape if that is unambiguous."""
+    """As `_numbers`, for BYTES: texts, or bytes that are UTF-8."""
     if type(value) is dict:
         raise _no_tensor(value, spec)
     array = np.array(value, object)
-    if not all(type(text) is str for text in array.flat):
-        raise InvalidArgumentError(f"body.{spec.name}.data: BYTES takes strings only")
-    shape = array.shape
-    if not spec.admits(shape):
-        inferred = _infer_shape(spec.shape, array.size) if array.ndim == 1 else None
-        if inferred is None:
-            raise _wrong_shape(shape, spec)
-        shape = inferred
-    return shape, _pack(array.ravel().tolist())
+    texts = array.ravel().tolist()
+    if not _TEXT.issuperset(map(type, texts)):
+        try:
+            texts = [text_of(item) for item in texts]
+        except ValueError as error:
+            raise InvalidArgumentError(f"body.{spec.name}.data: BYTES takes strings only: {error}") from None
+    if not spec.admits(array.shape):
+        raise _wrong_shape(array.shape, spec)
+    return array.shape, _pack(texts)
 
 
 def _no_tensor(value: Mapping[Any, Any], spec: TensorSpec) -> InvalidArgumentError:
@@ -549,17 +550,6 @@ def _no_tensor(value: Mapping[Any, Any], spec: TensorSpec) -> InvalidArgumentErr
 def _names_of(value: Mapping[Any, Any]) -> str:
     """The names in a map, for an error; of too many or too long ones the first."""
     return f"{', '.join(sorted(map(str, islice(value, _NAMES_SHOWN)))):.200}" or "nothing"
-
-
-def _infer_shape(declared: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-    """The one shape that `declared` admits for `size` items; None if there is none, or several."""
-    varying = declared.count(-1)
-    fixed = math.prod(length for length in declared if length != -1)
-    if varying == 0 and fixed == size:
-        return declared
-    if varying == 1 and fixed and size % fixed == 0:
-        return tuple(size // fixed if length == -1 else length for length in declared)
-    return None
 
 
 def _wrong_shape(shape: Sequence[int], spec: TensorSpec) -> InvalidArgumentError:

@@ -1230,16 +1230,21 @@ def nested_tensors() -> list[Case]:
 
 
 def strings() -> list[Case]:
-    """BYTES: a flat list of strings in both content types."""
-    cases = {"texts": ([2], ["ä", ""]), "rows of texts": ([2, 1], ["a", "b"]), "no texts": ([0], [])}
+    """BYTES: a flat list of strings in both content types; decoded, lists nested as the shape is."""
+    cases: dict[str, tuple[list[int], list[str], Any]] = {
+        "texts": ([2], ["ä", ""], ["ä", ""]),
+        "rows of texts": ([2, 1], ["a", "b"], [["a"], ["b"]]),
+        "no texts": ([0], [], []),
+        "a text": ([], ["a"], "a"),
+    }
     return [
         {
             "name": name,
             "msgpack": as_hex(pack({"datatype": "BYTES", "shape": shape, "data": texts})),
             "json": compact({"datatype": "BYTES", "shape": shape, "data": texts}),
-            "texts": texts,
+            "texts": nested,
         }
-        for name, (shape, texts) in cases.items()
+        for name, (shape, texts, nested) in cases.items()
     ]
 
 

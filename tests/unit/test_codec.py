@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_nan_in_a_row_of_a_stacked_result_fails_its_request_alone() -> None:
         (2**64, "the model's result cannot be sent: it contains an integer of more than 64 bits"),
         ("\ud800", "surrogates not allowed"),
         (b"bytes", "JSON cannot hold bytes"),
-        ({(1, 2): 3}, "the model's result cannot be encoded: unhashable"),
+        ({(1, 2): 3}, "the model's result cannot be encoded: a key in a dict is a tuple: use text"),
         (np.array([1j]), "dtype complex128 cannot be sent"),
     ],
 )
@@ -584,9 +585,14 @@ def test_declared_strings_are_stacked_as_objects() -> None:
 
 
 def test_declared_strings_of_any_shape() -> None:
-    assert seen_strings(TensorSpec("x", "BYTES", ()), request_of("cat"), request_of(["dog"])) == [
+    assert seen_strings(TensorSpec("x", "BYTES", ()), request_of("cat"), request_of(np.array("dog"))) == [
         "cat",
         "dog",
+    ]
+    no_rows = np.empty((0, 3), "U1")
+    assert seen_strings(TensorSpec("x", "BYTES", (-1, 3)), request_of(no_rows, MSGPACK)) == [[]]
+    assert seen_strings(TensorSpec("x", "BYTES", (1,)), request_of(np.array(["é".encode()]), MSGPACK)) == [
+        ["é"]
     ]
     flat = {"datatype": "BYTES", "shape": [2, 2], "data": ["a", "b", "c", "d"]}
     nested = [["a", "b"], ["c", "d"]]
@@ -598,12 +604,27 @@ def test_declared_strings_of_any_shape() -> None:
     assert seen_strings(TensorSpec("x", "BYTES", (-1, -1)), request_of(nested)) == [nested]
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (-1, 2), (-1, -1), (-1, 0), ()])
-def test_flat_list_of_strings_with_an_ambiguous_shape_is_rejected(shape: tuple[int, ...]) -> None:
-    (result,) = prepared(
-        codec_of(TensorSpec("x", "BYTES", shape)), request_of(["a", "b", "c"])
-    ).results.values()
-    assert result.detail == f"body.x.shape: [3], but this model takes {list(shape)}"
+@pytest.mark.parametrize("datatype", ["BYTES", "FP32"])
+@pytest.mark.parametrize(
+    ("sent", "declared"),
+    [((3,), (2, 2)), ((4,), (2, 2)), ((4,), (-1, 2)), ((3,), (-1, -1)), ((3,), (-1, 0)), ((1,), ()),
+     ((2, 3), (3, 2)), ((1, 6, 1), (3, 2)), ((2, 2), (4,)), ((2, 2), (-1,)), ((), (1,)), ((0, 3), (0, 2))],
+)  # fmt: skip
+def test_another_shape_than_the_declared_one_is_refused(
+    datatype: str, sent: tuple[int, ...], declared: tuple[int, ...]
+) -> None:
+    """Given as many elements as declared in another shape, as a list, as the map of a tensor and as an array,
+    expect none of them to be rearranged."""
+    size = math.prod(sent)
+    elements: list[Any] = [str(number) if datatype == "BYTES" else float(number) for number in range(size)]
+    array = np.array(elements, object if datatype == "BYTES" else np.float32).reshape(sent)
+    bodies = [request_of(array, MSGPACK)]
+    bodies.append(request_of({"datatype": datatype, "shape": list(sent), "data": elements}))
+    if size:
+        bodies.append(request_of(array.tolist()))
+    results = prepared(codec_of(TensorSpec("x", datatype, declared)), *bodies).results
+    wanted = f"body.x.shape: {list(sent)}, but this model takes {list(declared)}"
+    assert {result.detail for result in results.values()} == {wanted} and len(results) == len(bodies)
 
 
 @pytest.mark.parametrize(
@@ -627,6 +648,12 @@ def test_invalid_strings_are_rejected_alone(body: Any, detail: str) -> None:
     assert positions(execution) == [[1]]
     assert execution.results[0].status == "INVALID_ARGUMENT" and detail in (execution.results[0].detail or "")
     assert "application/msgpack" in (execution.results[2].detail or "")
+
+
+def test_bytes_that_are_no_text_are_refused_where_texts_are_declared() -> None:
+    body = request_of(np.array([b"\xff"]), MSGPACK)
+    (result,) = prepared(codec_of(TensorSpec("x", "BYTES", (1,))), body).results.values()
+    assert result.detail == "body.x.data: BYTES takes strings only: the bytes b'\\xff' are no text in UTF-8"
 
 
 def test_strings_beside_numbers_in_frames_of_each_shape() -> None:

@@ -46,6 +46,11 @@ def answers(
     ]  # fmt: skip
 
 
+def always(returned: Any) -> Callable[[Any], Any]:
+    """A model that returns this."""
+    return lambda batch: returned
+
+
 def plain(value: Any) -> Any:
     """A value with its arrays as lists, and its types named."""
     if isinstance(value, np.ndarray):
@@ -104,6 +109,25 @@ class Frame:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         return np.array([[2.0**53, 0.5]] * 2)
+
+
+class TorchBFloat16:
+    """Like a torch tensor of bfloat16, of which numpy has none."""
+
+    dtype = "torch.bfloat16"
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def float(self) -> Any:
+        return np.array([[1.5], [2.5]], np.float32)
+
+
+@pytest.mark.parametrize("outputs", [(), (TensorSpec("y", "BF16", (1,)),)])
+def test_bfloat16_of_torch_is_float32(outputs: Sequence[TensorSpec]) -> None:
+    for returned in (TorchBFloat16(), {"y": TorchBFloat16()}):
+        got = answers(always(returned), [0, 1], outputs)
+        assert [plain(value) for value in got] == [("tensor", "float32", (1,), [n]) for n in (1.5, 2.5)]
 
 
 class Series:
@@ -329,6 +353,40 @@ def test_integer_beside_a_float_is_as_one_beside_an_integer(
         assert answer.tolist() == [integer - 1, mate]
     (answer,) = answers(lambda batch: [form([float(integer), 0.5])], [0], specs)
     assert answer.tolist()[1] == 0.5  # a float is rounded
+
+
+@pytest.mark.parametrize("dtype", ["S2", object])
+def test_bytes_in_a_declared_output_of_texts_are_texts_in_utf_8(dtype: Any) -> None:
+    """Given bytes of texts, and some that are none, expect only their row to fail."""
+    spec, good, bad = TensorSpec("y", "BYTES", (2,)), [b"a", "é".encode()], [b"a", b"\xff"]
+    wrong = (
+        "the model's result in output 'y' is not BYTES of shape [2], as it is declared: the bytes "
+        "b'\\xff' are no text in UTF-8"
+    )
+    for returned in (
+        [good, bad],
+        np.array([good, bad], dtype),
+        [np.array(good, dtype), np.array(bad, dtype)],
+    ):
+        first, second = answers(always(returned), [0, 1], [spec])
+        assert first == ["a", "é"]
+        assert second.args == (INTERNAL, wrong)
+
+
+@pytest.mark.parametrize("dtype", ["U1", object])
+def test_texts_of_a_shape_without_elements_keep_it(dtype: Any) -> None:
+    specs = [TensorSpec("y", "BYTES", (-1, 3))]
+    for returned in (np.empty((1, 0, 3), dtype), [np.empty((0, 3), dtype)]):
+        (answer,) = answers(always(returned), [0], specs)
+        assert plain(answer) == ("tensor", "object", (0, 3), [])
+
+
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+def test_texts_of_a_declared_output_have_its_shape(content_type: str) -> None:
+    rows = [["a", "bc"], ["d", "e"]]
+    specs = [TensorSpec("y", "BYTES", (2, 2))]
+    for returned in ([rows], np.array([rows]), [np.array(rows, object)]):
+        assert answers(always(returned), [0], specs, content_type) == [rows]
 
 
 # --- what a model does to its batch ------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from carpool.errors import ResourceExhaustedError, Unhealthy
 from carpool.logs import configure_logs
 from carpool.shown import TEXT_CHARS_MAX
+from carpool_worker.model_process import broken_devices
 from carpool_worker.model_process.bound_executor import BoundExecutor
 from carpool_worker.model_process.executor import ListItems
 from carpool_worker.model_process.frame_execution import execute_frame
@@ -212,10 +213,18 @@ def test_what_is_raised_on_purpose_is_not_told() -> None:
     assert not told
 
 
+class AcceleratorError(RuntimeError):
+    """As torch has it."""
+
+    __module__ = "torch"
+
+
 @pytest.mark.parametrize(
-    "error", [Unhealthy("gone"), RuntimeError("CUDA error: device-side assert triggered")]
+    "error", [Unhealthy("gone"), AcceleratorError("CUDA error: device-side assert triggered")]
 )
-def test_what_ends_the_process_is_told_once(error: BaseException) -> None:
+def test_what_ends_the_process_is_told_once(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broken_devices, "is_driver_loaded", lambda: True)
+
     def model(batch: Any) -> Any:
         raise error
 

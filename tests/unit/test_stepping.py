@@ -263,7 +263,7 @@ class Unreadable:
         (1 << 64, "more than 64 bits"),
         (-1 << 64, "more than 64 bits"),
         ("\ud800", "surrogates not allowed"),
-        ({(1, 2): 3}, "unhashable"),
+        ({(1, 2): 3}, "a key in a dict is a tuple: use text"),
         ([Unreadable()], "on another device"),
     ],
 )

@@ -24,7 +24,7 @@ from carpool.client.encoding import BodyEncoder, bodies_to_send
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.messages import JSON, MSGPACK, RAW
 from carpool.wire import tensors, values
-from carpool.wire.bodies import decode_body, decode_result, encode_body
+from carpool.wire.bodies import decode_body, decode_result, encode_body, encode_result_body
 from carpool.wire.tensors import Array, StateSpec, datatype_of, from_bytes, is_bfloat16, to_bytes
 from carpool_worker.model_process import frames
 
@@ -62,13 +62,18 @@ class Item(BaseModel):
 class tensor:  # noqa: N801 (as in torch)
     """As a torch tensor on the CPU: no Sequence, but it has `__array__`."""
 
-    def __init__(self, data: Any, requires_grad: bool = False) -> None:
-        self.data, self.requires_grad = data, requires_grad
+    def __init__(self, data: Any, requires_grad: bool = False, dtype: str = "torch.float32") -> None:
+        self.data, self.requires_grad, self.dtype = data, requires_grad, dtype
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
         if self.requires_grad:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+        if self.dtype == "torch.bfloat16":
+            raise TypeError("Got unsupported ScalarType BFloat16")
         return np.array(self.data, dtype)
+
+    def float(self) -> tensor:
+        return tensor(np.array(self.data, "f4"), self.requires_grad)
 
     def __len__(self) -> int:
         return len(self.data)
@@ -98,6 +103,17 @@ class DataFrame(Series):
     pass
 
 
+class Timestamp(datetime):
+    """As of pandas: it has a method of a Series."""
+
+    def to_numpy(self) -> Any:
+        return np.datetime64(self)
+
+
+class NaTType(Timestamp):
+    pass
+
+
 BFLOAT16: Final = np.dtype("V2")  # stands for the dtype of ml_dtypes, which is not installed here
 
 
@@ -115,9 +131,9 @@ NAMES: Final[dict[str, Any]] = {
     value.__name__: value
     for value in (
         *(defaultdict, Decimal, UUID, Path, datetime, timedelta),
-        *(Level, Name, Color, Pair, Point, Item, tensor, Series, DataFrame, bfloat16),
+        *(Level, Name, Color, Pair, Point, Item, tensor, Series, DataFrame, Timestamp, NaTType, bfloat16),
     )
-} | {"np": np}
+} | {"np": np, "StringDType": np.dtypes.StringDType}
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:
@@ -174,6 +190,68 @@ def test_a_value_survives_or_is_refused_as_the_table_says(expression: str, outco
         with pytest.raises((CarpoolError, TypeError, ValueError, OverflowError)) as caught:
             carry(value, content_type)
         assert outcome.removeprefix("refused: ") in str(caught.value), (carry, content_type)
+
+
+def test_a_number_or_text_is_the_same_alone_and_among_many() -> None:
+    """Given an element of an array, and the array as the bodies of many requests, expect a model that
+    declares nothing to get the same."""
+    encoder = BodyEncoder()
+    for array in (np.arange(3.0), np.arange(3, dtype="u8"), np.array([True]), np.array([0.1], "f4"),
+                  np.array([0.5], "f2"), np.array(["a"]), np.array([b"a\xff"])):  # fmt: skip
+        head = encoder.head_of_rows(array, {})
+        for element in array:
+            content_type, *parts = encoder.encode(element, None)
+            alone = decode_body(content_type, b"".join(parts))
+            among = (
+                b"".join(parts)
+                if head is None
+                else head.encoded + to_bytes(np.asarray(element), head.datatype)
+            )
+            assert same(decode_body(content_type, among), alone) and same(alone, element.item())
+
+
+def test_a_memoryview_that_is_not_contiguous_is_named() -> None:
+    view = memoryview(b"abcdef")[::2]
+    assert encode_body(RAW, view) == b"ace"
+    with pytest.raises(CarpoolError, match="a memoryview in it is not contiguous: send bytes"):
+        encode_body(MSGPACK, [view])
+    with pytest.raises(ValueError, match="a memoryview in it is not contiguous: send bytes"):
+        frames.pack_values([view])
+
+
+def test_bfloat16_of_torch_that_cannot_be_converted_says_how() -> None:
+    with pytest.raises(
+        CarpoolError, match=r"requires grad.*value\.detach\(\)\.cpu\(\)\.float\(\)\.numpy\(\)"
+    ):
+        encode_body(MSGPACK, tensor([1.5], requires_grad=True, dtype="torch.bfloat16"))
+
+
+def test_a_state_may_be_bfloat16_of_torch() -> None:
+    spec = StateSpec("s", "BF16", (-1, 2), initial=tensor([0.5, 1.0], dtype="torch.bfloat16"))
+    rows = spec.join(tensor([[1.5, 2.0]], dtype="torch.bfloat16"), 1)
+    assert spec.split(rows).tolist() == [[1.5, 2.0]]
+    assert spec.row(spec.initial) == to_bytes(np.array([0.5, 1.0]), "BF16")
+
+
+@pytest.mark.parametrize("mask", [[(False, True)], [(False, False)]])
+def test_a_masked_structured_array_is_refused_by_its_names(mask: Any) -> None:
+    array: Any = np.ma.array([(1, 2.0)], mask=mask, dtype=[("a", int), ("b", float)])
+    with pytest.raises(CarpoolError, match="send a dict with an array for each of its names"):
+        encode_body(MSGPACK, array)
+
+
+def test_texts_in_too_many_lists_are_refused() -> None:
+    """Given texts whose shape puts each of them in 31 lists, alone and in many tensors, expect none."""
+    tensor = {"datatype": "BYTES", "shape": [5000, *[1] * 31], "data": [""] * 5000}
+    few = {**tensor, "shape": [50, *[1] * 31], "data": [""] * 50}
+    for content_type in (JSON, MSGPACK):
+        decode_body(content_type, encode_body(content_type, few))
+        for value in (tensor, [few] * 100):
+            body = encode_body(content_type, value)
+            with pytest.raises(InvalidArgumentError, match="shape: texts in more than 100000 lists"):
+                decode_body(content_type, body)
+            with pytest.raises(CarpoolError, match="shape: texts in more than 100000 lists"):
+                encode_result_body(content_type, value)
 
 
 # --- several bodies, and one -------------------------------------------------------------------------------

@@ -256,6 +256,39 @@ def described(item: Single | Refusal | Withdrawal | SequencesEnd) -> Any:
     return item._replace(breaks=None)[1:] if isinstance(item, Refusal) else item
 
 
+LATIN_1 = ("gr\xf6\xdfe".encode("latin-1"), "gr\xfc\xdfe".encode("latin-1"))  # alike, once they are decoded
+
+
+def test_names_of_fields_that_are_no_text_are_refused() -> None:
+    """Given fields of an entry whose names are in Latin-1, expect its requests to be refused by their IDs."""
+    own = [b"correlation_id", b"a", b"body", b"1"]
+    packed = [b"requests", msgpack.packb([{"correlation_id": name, "body": b"1"} for name in "ab"])]
+    columns = [b"correlation_ids", b"a b", b"rows", b"12"]
+    for fields, ids in ((own, ["a"]), (packed, ["a", "b"]), (columns, ["a", "b"])):
+        flat = [*fields, LATIN_1[0], b"L", LATIN_1[1], b"M"]
+        refused: Any = decode_entry(ENTRY_ID.encode(), flat, DEFAULTS)[1]
+        assert [name for item in refused for name in item.correlation_ids] == ids
+        for item in refused:
+            assert item.status == INVALID_ARGUMENT
+            assert item.detail == r"b'gr\xf6\xdfe': the name of a field must be text, in UTF-8"
+
+
+@pytest.mark.parametrize("name", [b"priority", b"lang", b"\xff"])
+def test_names_in_a_packed_request_that_are_bytes_are_refused_alone(name: bytes) -> None:
+    maps: list[Any] = [{"correlation_id": key, "body": b"1"} for key in "abc"]
+    packed = msgpack.packb([maps[0], {**maps[1], name: 9}, maps[2]])
+    decoded: Any = decode_entry(ENTRY_ID.encode(), [b"requests", packed], DEFAULTS)[1]
+    first, second, third = decoded
+    assert (first.correlation_ids, third.correlation_ids) == (["a"], ["c"])
+    assert isinstance(second, Refusal) and second.correlation_ids == ["b"]
+    assert second.detail == f"{name!r}: the name of a field must be text, in UTF-8"
+
+
+def test_entry_of_names_that_are_no_text_still_withdraws() -> None:
+    (item,) = decode_entry(ENTRY_ID.encode(), [b"withdraw", b"a", b"\xff", b""], DEFAULTS)[1]
+    assert isinstance(item, Withdrawal) and item.correlation_ids == {"a"}
+
+
 # --- round trips -------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ from carpool.wire.tensors import (
     to_be_sent,
     to_bytes,
 )
-from carpool.wire.values import plain
+from carpool.wire.values import NOT_CONTIGUOUS, plain
 
 # Neither is text: 0xC1 is in no UTF-8, and begins nothing in msgpack.
 _BEGIN: Final = b"\xc1Cp\x8e\x1d\xf2\xc1>"
@@ -418,22 +418,34 @@ def pack_values(values: Any) -> bytes:
 
     Arrays of strings become a BYTES tensor's map, as in request and result bodies.
     """
-    return bytes(msgpack.packb(values, default=_pack_other, strict_types=False))
+    try:
+        return bytes(msgpack.packb(values, default=_pack_other, strict_types=False))
+    except BufferError:
+        raise ValueError(NOT_CONTIGUOUS) from None
 
 
 def unpack_values(data: Buffer) -> Any:
-    """The inverse of `pack_values`; tuples come back as lists."""
-    return msgpack.unpackb(data, ext_hook=_unpack_ext, strict_map_key=False)
+    """The inverse of `pack_values`; tuples come back as lists, so none can be a key."""
+    return _unpack(data, _unpack_ext)
 
 
 def unpack_bodies(data: Buffer) -> Any:
     """As `unpack_values`, for a model: it may write into the arrays."""
-    return msgpack.unpackb(data, ext_hook=_unpack_writable, strict_map_key=False)
+    return _unpack(data, _unpack_writable)
 
 
 def unpack_results(data: Buffer) -> Any:
     """As `unpack_values`, for what is sent on: BF16 stays what it is."""
-    return msgpack.unpackb(data, ext_hook=_unpack_to_send, strict_map_key=False)
+    return _unpack(data, _unpack_to_send)
+
+
+def _unpack(data: Buffer, read_array: Callable[[int, bytes], Any]) -> Any:
+    try:
+        return msgpack.unpackb(data, ext_hook=read_array, strict_map_key=False)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        raise TypeError("a key in a dict is a tuple: use text, such as str(key)") from None
 
 
 def unpack_each(data: Buffer) -> list[Any]:

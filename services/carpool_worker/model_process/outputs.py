@@ -18,7 +18,9 @@ from carpool.wire.tensors import (
     TensorSpec,
     array_of,
     datatype_of,
+    for_numpy,
     in_datatype,
+    text_of,
     to_bfloat16,
     unmasked,
     why_lost,
@@ -390,7 +392,7 @@ def _as_array(value: Any, where: str) -> Array:
             '.to_dict("records") of it, a list with a dict for each row, or a dict of its columns'
         )
     try:
-        array = np.asanyarray(value)
+        array = np.asanyarray(for_numpy(value))
     except Exception as error:  # for example a tensor that requires a gradient
         raise WrongOutputError(
             f"the model returned a {kind}{where} that cannot be converted: {error}"
@@ -524,23 +526,36 @@ def _as_lists(value: Any) -> Any:
 
 def _declared_texts(value: Any, spec: TensorSpec) -> Any:
     if isinstance(value, str | bytes) and spec.shape == ():
-        return value
+        return text_of(value)
     array = np.array(value if _is_list(value) or isinstance(value, tuple) else [value], object)
     if isinstance(value, str | bytes) and set(spec.shape) <= {1, -1}:
         array = array.reshape((1,) * len(spec.shape))
-    _check_texts(array, spec)
+    for index, text in np.ndenumerate(array):
+        array[index] = _declared_text(text, spec)
     if not spec.admits(array.shape):
         raise _wrong_shape(array.shape, spec)
     return array
 
 
-def _check_texts(array: Array, spec: TensorSpec) -> None:
-    for text in array.flat:
-        if not isinstance(text, str | bytes):
-            raise WrongOutputError(
-                f"the model returned a {type(text).__name__} in output {spec.name!r}, "
-                f"which is declared as BYTES"
-            )
+def _declared_text(text: Any, spec: TensorSpec) -> str:
+    if not isinstance(text, str | bytes):
+        raise WrongOutputError(
+            f"the model returned a {type(text).__name__} in output {spec.name!r}, which is declared as BYTES"
+        )
+    return text_of(text)
+
+
+def _text_rows(array: Array, spec: TensorSpec) -> _Column:
+    """An array with the batch first as texts; rows with anything else are wrong."""
+    texts, wrong = array.astype(object), Wrong()
+    for index, text in np.ndenumerate(texts):
+        try:
+            texts[index] = _declared_text(text, spec)
+        except (WrongOutputError, ValueError) as error:
+            wrong[index[0]] = error if isinstance(error, WrongOutputError) else WrongOutputError(
+                f"the model's result in output {spec.name!r} is not {_of(spec)}: {error}"
+            )  # fmt: skip
+    return _Column(texts, wrong)
 
 
 def _declared_array(array: Array, spec: TensorSpec) -> _Column:
@@ -551,13 +566,13 @@ def _declared_array(array: Array, spec: TensorSpec) -> _Column:
         raise WrongOutputError(
             f"the model returned {array.dtype} in output {spec.name!r}, which is declared as {spec.datatype}"
         )
-    if kind == "O":
+    if kind == "O" and not (spec.datatype == "BYTES" and spec.admits(array.shape[1:])):
         rows = list(array)
         return _declared_list([row.tolist() if isinstance(row, np.ndarray) else row for row in rows], spec)
     if not spec.admits(array.shape[1:]):
         raise _wrong_shape(array.shape[1:], spec)
     if spec.datatype == "BYTES":
-        return _Column(array, {})
+        return _Column(array, {}) if kind == "U" else _text_rows(array, spec)
     try:
         numbers, lost = in_datatype(array, spec.datatype)
     except ValueError:

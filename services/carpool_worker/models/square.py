@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-import numpy as np
-
 from carpool.errors import InvalidArgumentError
 
 
@@ -16,10 +14,8 @@ class Square:
     max_batch_size = 200
 
     def validate(self, body: object) -> None:
-        """Reject a body that is not a number. A row of an array of numbers is one, without dimensions."""
-        is_number = isinstance(body, int | float) and not isinstance(body, bool)
-        is_row = isinstance(body, np.ndarray) and body.ndim == 0 and body.dtype.kind in "iuf"
-        if not (is_number or is_row):
+        """Reject a body that is not a number."""
+        if not isinstance(body, int | float) or isinstance(body, bool):
             raise InvalidArgumentError("body: must be a number")
 
     def predict(self, batch: list[float]) -> list[float]:

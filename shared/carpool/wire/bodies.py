@@ -30,12 +30,13 @@ from carpool.wire.tensors import (
     datatype_of,
     decode_tensor,
     is_tensor,
+    keeps_shape_as_lists,
     tensor_json,
     tensor_map,
     to_bytes,
     unmasked,
 )
-from carpool.wire.values import plain
+from carpool.wire.values import NOT_CONTIGUOUS, plain
 
 MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 100_000
@@ -45,17 +46,20 @@ _TENSOR_FIELDS_AS_BYTES: Final = frozenset(name.encode() for name in TENSOR_FIEL
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
 _SCALAR_PACKER: Final = msgpack.Packer()  # shared by threads, so not for what calls back into Python
 _BYTES: Final = (bytes, bytearray, memoryview)
+_DecodeTensor = Callable[[Mapping[str, Any], str], Any]
 _Path = tuple[Any, Any] | None  # of a value within a body: the path of its container, then its key or index
 
 
-def decode_body(content_type: str, body: bytes) -> Any:
-    """The body of a request as Python values: numpy arrays for tensors, bytes for octet-stream. Raises
-    InvalidArgumentError.
+def decode_body(content_type: str, body: bytes, *, declared: bool = False) -> Any:
+    """The body of a request as Python values: numpy arrays for tensors of numbers, nested lists for those of
+    texts, the plain value for those without dimensions, bytes for octet-stream. Raises InvalidArgumentError.
+
+    `declared`: for a model that declares its tensors. All of them are arrays, which keep datatype and shape.
 
     Depth, length and count are checked before anything large is built. The names in maps are text or bytes:
     with integers, a producer could choose names that collide in a dict.
     """
-    return _decode(content_type, body, strict_names=True)
+    return _decode(content_type, body, _tensors_as_arrays if declared else _PlainTensors, strict_names=True)
 
 
 class NotJSONError(InvalidArgumentError):
@@ -65,27 +69,66 @@ class NotJSONError(InvalidArgumentError):
 def decode_json(body: bytes) -> Any:
     """As `decode_body`, for JSON: but a tensor remains a map, and NotJSONError says that there is no JSON."""
     value = _decode_json(body)
-    _replace_tensors(value, None, 0)  # for its errors
+    _replace_tensors(value, None, 0, decode_tensor)  # for its errors
     return value
 
 
 def decode_result(content_type: str, body: bytes) -> Any:
     """As `decode_body`, for the body of a result: names in maps may be anything that a dict can have, because
-    the model chose them and not a producer. Arrays may be written to."""
-    return _decode(content_type, body, strict_names=False)
+    the model chose them and not a producer. Arrays may be written to. Numbers without dimensions are arrays,
+    and so are texts of a shape that lists do not keep."""
+    return _decode(content_type, body, _ResultTensors, strict_names=False)
 
 
-def _decode(content_type: str, body: bytes, *, strict_names: bool) -> Any:
+def _decode(
+    content_type: str, body: bytes, tensors: Callable[[], _DecodeTensor], *, strict_names: bool
+) -> Any:
     if not is_value(content_type):
         return body
     value = _decode_json(body) if content_type == JSON else _decode_msgpack(body, strict_names)
-    return _replace_tensors(value, None, 0, decode_tensor if strict_names else _decode_writable)
+    return value if type(value) in _SCALARS else _replace_tensors(value, None, 0, tensors())
 
 
-def _decode_writable(value: Mapping[str, Any], field: str) -> Any:
-    decoded = decode_tensor(value, field)
-    is_fixed = isinstance(decoded, np.ndarray) and not decoded.flags.writeable
-    return decoded.copy() if is_fixed else decoded
+def _tensors_as_arrays() -> _DecodeTensor:
+    return decode_tensor
+
+
+class _PlainTensors:
+    """Decodes the tensors of one body, for a model that declares none."""
+
+    def __init__(self) -> None:
+        self._lists_left = MAX_CONTAINERS
+
+    def __call__(self, value: Mapping[str, Any], field: str) -> Any:
+        array = decode_tensor(value, field)
+        if array.dtype.kind == "O":
+            return self._texts(array, field)
+        return array if array.ndim else array.item()
+
+    def _texts(self, array: Array, field: str) -> Any:
+        if not keeps_shape_as_lists(array.shape):
+            raise InvalidArgumentError(
+                f"{field}.shape: {list(array.shape)}, which lists of texts do not keep: this model declares "
+                "no tensors, so send a list"
+            )
+        return self._listed(array, field)
+
+    def _listed(self, array: Array, field: str) -> Any:
+        """Texts as nested lists, whose number is limited: with many dimensions each text is in many."""
+        self._lists_left -= sum(math.prod(array.shape[:depth]) for depth in range(array.ndim))
+        if self._lists_left < 0:
+            raise InvalidArgumentError(f"{field}.shape: texts in more than {MAX_CONTAINERS} lists")
+        return array.tolist()
+
+
+class _ResultTensors(_PlainTensors):
+    """Decodes the tensors of one result."""
+
+    def __call__(self, value: Mapping[str, Any], field: str) -> Any:
+        array = decode_tensor(value, field)
+        if array.dtype.kind == "O":
+            return self._listed(array, field) if keeps_shape_as_lists(array.shape) else array
+        return array if array.flags.writeable else array.copy()
 
 
 def _decode_json(body: bytes) -> Any:
@@ -230,9 +273,7 @@ def _why_not_msgpack(body: bytes, error: Exception) -> str:
 _WRONG_NAME: Final = re.compile(r"(\w+) is not allowed for map key")
 
 
-def _replace_tensors(
-    value: Any, path: _Path, depth: int, decode: Callable[[Mapping[str, Any], str], Any] = decode_tensor
-) -> Any:
+def _replace_tensors(value: Any, path: _Path, depth: int, decode: _DecodeTensor) -> Any:
     """`value` with each tensor's map replaced by its array; raises where it is nested too deep."""
     kind = type(value)
     if kind is dict:
@@ -295,7 +336,7 @@ def encode_body(content_type: str, value: Any, *, of_request: bool = False) -> b
         if type(value) in _SCALARS:
             return bytes(_SCALAR_PACKER.pack(value))
         return bytes(msgpack.packb(value, default=_msgpack_default))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError, BufferError) as error:
         raise InternalError(f"the value cannot be written as {content_type}: {_why(error)}") from None
 
 
@@ -313,7 +354,7 @@ def _why_unreadable(content_type: str, value: Any, body: bytes) -> str:
     if content_type == JSON and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_JSON_ITEMS:
         return f"more than {MAX_JSON_ITEMS} JSON items; use application/msgpack"
     try:
-        containers = _count_containers(value, None, 0)
+        containers = _count_containers(value, None, 0, _ResultTensors())
     except CarpoolError as error:
         return error.detail
     if content_type == MSGPACK and containers > MAX_CONTAINERS:
@@ -321,12 +362,12 @@ def _why_unreadable(content_type: str, value: Any, body: bytes) -> str:
     return ""
 
 
-def _count_containers(value: Any, path: _Path, depth: int) -> int:
+def _count_containers(value: Any, path: _Path, depth: int, decode: _DecodeTensor) -> int:
     """The arrays and maps in a result, in msgpack. Raises InvalidArgumentError for what cannot be read."""
     kind = type(value)
     if kind is dict:
         if value.keys() == _TENSOR_FIELDS_AS_BYTES or is_tensor(value):
-            _replace_tensors(value, path, depth)
+            _replace_tensors(value, path, depth, decode)
             return 3
         _check_depth(depth)
         if _SCALARS.issuperset(map(type, value.values())):
@@ -341,7 +382,7 @@ def _count_containers(value: Any, path: _Path, depth: int) -> int:
         raise InvalidArgumentError(f"{_field(path)}: msgpack extension types are not supported")
     else:
         return 0 if kind in _SCALARS else 3  # a tensor is a map with a shape, and of texts a list
-    return 1 + sum([_count_containers(item, (path, key), depth + 1) for key, item in items])
+    return 1 + sum([_count_containers(item, (path, key), depth + 1, decode) for key, item in items])
 
 
 def _check_json_names(value: Any, strict_names: bool) -> None:
@@ -384,6 +425,8 @@ def _json_name(name: Any) -> str:
 
 
 def _why(error: Exception) -> str:
+    if isinstance(error, BufferError):
+        return NOT_CONTIGUOUS
     if "Out of range float values" in str(error):
         return "JSON has neither NaN nor infinity, and it has one of these; use application/msgpack"
     if "set_int_max_str_digits" in str(error):

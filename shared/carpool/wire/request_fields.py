@@ -1,7 +1,8 @@
 """The fields of a request, read and checked one by one, with a limit on each.
 
 `raw` maps field names to bytes (from a stream entry) or to any msgpack value (from a packed entry). A field
-that is absent has a default; an invalid one raises InvalidArgumentError, whose detail names it.
+that is absent has a default; an invalid one raises InvalidArgumentError, whose detail names it. A name that
+is no text is bytes: it equals no other name, and `read_extra_fields` refuses it.
 """
 
 from __future__ import annotations
@@ -144,12 +145,15 @@ def read_extra_fields(raw: Fields) -> dict[str, bytes]:
     """The fields that are not in CARPOOL_FIELDS. They travel with the request, for the model to read."""
     extra: dict[str, bytes] = {}
     for field in raw.keys() - CARPOOL_FIELDS:
+        if type(field) is not str:
+            first = next(name for name in raw if type(name) is not str)
+            raise InvalidArgumentError(f"{first!r:.60}: the name of a field must be text, in UTF-8")
         value = raw[field]
         if type(value) is not bytes:
             if type(value) not in (str, int, float):
                 raise InvalidArgumentError(f"{field!r:.60}: must be bytes, text or a number")
             value = str(value).encode()
-        extra[str(field)] = value
+        extra[field] = value
     if ACCEPT in extra:
         checked(ACCEPT, extra[ACCEPT].decode("ascii", "replace"))
     if len(extra) > MAX_FIELDS:

@@ -117,7 +117,7 @@ def decode_in_pieces(
     name = entry_id.decode()
     entry = Entry(name, min(arrival_of(name), now_us))
     raw: Fields = {
-        _FIELD_NAMES.get(key) or key.decode("utf-8", "replace"): value
+        _FIELD_NAMES.get(key) or _field_name(key): value
         for key, value in zip(flat[::2], flat[1::2], strict=True)
     }
     if "withdraw" in raw:
@@ -157,6 +157,15 @@ def decode_in_pieces(
     return entry, decoded
 
 
+def _field_name(key: bytes) -> Any:
+    """The name of a field. One that is no text stays bytes, as in a packed entry: then it is equal to no
+    other, and `read_extra_fields` refuses it."""
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        return key
+
+
 def _decode_withdrawal(entry: Entry, raw: Fields) -> Decoded:
     """Names that cannot be correlation IDs withdraw nothing. If the first ones are, all of it is refused."""
     names = split_names(raw["withdraw"])
@@ -176,9 +185,7 @@ def refuse_oversized(
     """
     name = entry_id.decode()
     entry = Entry(name, min(arrival_of(name), now_us))
-    raw: Fields = {
-        key.decode("utf-8", "replace"): value for key, value in zip(flat[::2], flat[1::2], strict=True)
-    }
+    raw: Fields = {_field_name(key): value for key, value in zip(flat[::2], flat[1::2], strict=True)}
     detail = (
         f"{field.decode('utf-8', 'replace')}: the entry has {size_bytes} bytes; at most {MAX_PACKED_BYTES} "
         "are allowed"

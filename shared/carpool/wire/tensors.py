@@ -64,6 +64,9 @@ _BF16_BYTES: Final = 2
 # BF16 on its way through services, where float32 would be sent as FP32. No model and no client gets it.
 BFLOAT16: Final = np.dtype([("carpool:BF16", "<u2")])
 _INTEGER: Final = frozenset({int})
+_DIRECT_BYTES_MAX: Final = {"BF16": 4, "FP16": 8}  # of floats that are rounded to these in one step
+_FLOAT64_INTEGER_MAX: Final = 1 << 53  # up to this FP64 holds all integers
+_EACH_NAME: Final = "send a dict with an array for each of its names, {name: array[name]}"
 _JSON_TYPES: Final = {  # the Python types of an element in JSON; of all datatypes not named here, int
     "BOOL": frozenset({bool}),
     **dict.fromkeys(("FP16", "BF16", "FP32", "FP64"), frozenset({int, float})),
@@ -164,7 +167,7 @@ class StateSpec:
         """
         if value is None:
             return bytes(self.row_bytes)
-        array = np.asarray(unmasked(value))
+        array = np.asarray(unmasked(for_numpy(value)))
         if array.ndim == 0:
             array = np.broadcast_to(array, self.row_shape)
         if array.shape != self.row_shape:
@@ -189,7 +192,7 @@ class StateSpec:
         Numbers are converted to the declared datatype, but floats not to integers. Raises ValueError, also
         for another shape, and for a number that the datatype cannot hold (see `in_datatype`).
         """
-        array = np.asarray(unmasked(states))
+        array = np.asarray(unmasked(for_numpy(states)))
         shape = (*self.shape[: self.axis], count, *self.shape[self.axis + 1 :])
         if array.shape != shape:
             raise ValueError(f"state {self.name!r}: shape {list(array.shape)}, not {list(shape)}")
@@ -210,8 +213,8 @@ def is_tensor(value: object) -> bool:
 
 
 def datatype_of(array: Array) -> str:
-    """The datatype of an array; BYTES for texts. Raises ValueError for a dtype that has none, which says what
-    to do."""
+    """The datatype of an array; BYTES for texts, and for bytes (`S`), which `wire.values` sends as lists.
+    Raises ValueError for a dtype that has none, which says what to do."""
     dtype = array.dtype
     kind = dtype.kind
     if kind in "US":
@@ -222,16 +225,16 @@ def datatype_of(array: Array) -> str:
     if is_bfloat16(dtype):
         return "BF16"
     if kind in "OT":
-        other = next((item for item in array.ravel().tolist() if not isinstance(item, str)), None)
-        if other is None and (kind == "T" or None not in array.ravel().tolist()):
+        others = {type(item).__name__ for item in array.ravel().tolist() if not isinstance(item, str)}
+        if not others:
             return "BYTES"
         raise ValueError(
             f"an array of dtype {dtype} cannot be sent unless all its elements are text, and one is of type "
-            f"{type(other).__name__}: send array.tolist(), or numbers by array.astype(...)"
+            f"{min(others)}: send array.tolist(), or numbers by array.astype(...)"
         )
     remedy = f"use one of {', '.join(sorted(WIDTHS))}"
     if dtype.names:
-        remedy = "send a dict with an array for each of its names, {name: array[name]}"
+        remedy = _EACH_NAME
     elif kind in "mM":
         remedy = "send array.astype(str), or array.astype('int64') with the unit known to the model"
     elif kind == "c":
@@ -245,10 +248,13 @@ def unmasked(array: Array) -> Array:
     """An array without a mask. Raises ValueError if numbers are masked: what is under a mask is not meant."""
     if type(array) is np.ndarray or not isinstance(array, np.ma.MaskedArray):
         return array
-    if np.ma.is_masked(array):
+    # By bytes, because the mask of a structured array is structured, too, and numpy adds no such elements.
+    masked = np.frombuffer(np.ma.getmaskarray(array).tobytes(), np.bool_)
+    if masked.any():
+        filled = "send array.filled(...) with a number that the model knows, or array.data and array.mask"
         raise ValueError(
-            f"a masked array cannot be sent, as {np.sum(array.mask)} of its elements are masked: send "
-            "array.filled(...) with a number that the model knows, or array.data and array.mask"
+            f"a masked array cannot be sent, as {masked.sum()} of its elements are masked: "
+            + (_EACH_NAME if array.dtype.names else filled)
         )
     return np.asarray(array.data)
 
@@ -330,8 +336,8 @@ def in_datatype(array: Array, datatype: str) -> tuple[Array, NDArray[np.bool_] |
     shape, or None if it holds all. Where it is true, the number is another one, and must not be used.
 
     Integers, BOOL and integers in floats must be exact: 2.0 is an integer, 2.5 and NaN are none. Floats are
-    rounded to nearest in narrower floats, but none becomes infinite. Those of BF16 are in a float32. Raises
-    ValueError for an array without such numbers.
+    rounded to nearest in narrower floats, once, but none becomes infinite. Those of BF16 are in a float32.
+    Raises ValueError for an array without such numbers.
     """
     dtype = _DTYPES.get(datatype, _DTYPES["FP32"])
     array = unmasked(array)
@@ -386,9 +392,22 @@ def to_bfloat16(array: Array) -> Array:
     return np.asarray(halves, "<u2").view(BFLOAT16)
 
 
+def for_numpy(value: Any) -> Any:
+    """What has `__array__`, so that numpy can read it: a torch tensor of bfloat16, which numpy does not have,
+    as one of float32, which holds all of its numbers."""
+    return value.float() if is_torch_bfloat16(value) else value
+
+
+def is_torch_bfloat16(value: Any) -> bool:
+    """Whether this is a tensor of torch, which is not imported here, with numbers of BF16."""
+    return str(getattr(value, "dtype", "")) == "torch.bfloat16"
+
+
 def _in_floats(array: Array, datatype: str, dtype: np.dtype[Any]) -> tuple[Array, NDArray[np.bool_]]:
+    # numpy has no BF16, and makes FP16 of a longdouble by way of FP64.
+    by_way = array.dtype.kind == "f" and array.dtype.itemsize > _DIRECT_BYTES_MAX.get(datatype, 16)
     with np.errstate(over="ignore", invalid="ignore"):
-        numbers = array.astype(dtype, copy=False)
+        numbers = (_rounded_to_odd(array) if by_way else array).astype(dtype, copy=False)
     if datatype == "BF16":
         numbers = _widened(_bf16_bits(numbers))
     lost = np.isinf(numbers)
@@ -397,6 +416,31 @@ def _in_floats(array: Array, datatype: str, dtype: np.dtype[Any]) -> tuple[Array
     if array.dtype.kind in "iu":
         lost = lost | _is_rounded(array, _SIGNIFICANT_BITS[datatype])
     return numbers, lost
+
+
+def _rounded_to_odd(array: Array) -> Array:
+    """Wider floats as float32: what is not exact becomes the one of its two neighbours whose last bit is 1.
+
+    Rounding that to fewer bits gives what rounding the wide number gives. After rounding to nearest it would
+    not: what is a little above the middle becomes the middle, and then the even neighbour.
+    """
+    numbers = array.astype("<f4")
+    inexact = (numbers != array) & ~np.isnan(array)
+    if not inexact.any():
+        return numbers
+    is_larger = inexact & (np.abs(numbers) > np.abs(array))
+    bits = numbers.view("<u4")
+    return np.asarray(np.where(inexact, (bits - is_larger) | 1, bits)).astype("<u4").view("<f4")
+
+
+def _integer_to_odd(number: int) -> float:
+    """As `_rounded_to_odd`, an integer as FP64."""
+    nearest = float(number)
+    if int(nearest) == number:
+        return nearest
+    inner = math.nextafter(nearest, 0.0) if abs(int(nearest)) > abs(number) else nearest
+    is_odd = int(math.ldexp(math.frexp(inner)[0], _SIGNIFICANT_BITS["FP64"])) % 2
+    return inner if is_odd else math.nextafter(inner, math.copysign(math.inf, inner))
 
 
 def _is_rounded(integers: Array, bits: int) -> NDArray[np.bool_]:
@@ -434,8 +478,9 @@ def _widened(upper: Array) -> Array:
 # --- lists and maps ----------------------------------------------------------------------------------------
 
 
-def decode_tensor(value: Mapping[str, Any], field: str = "body") -> Array | list[str]:
-    """The array of a tensor's map from msgpack or JSON; the list of strings for BYTES.
+def decode_tensor(value: Mapping[str, Any], field: str = "body") -> Array:
+    """The array of a tensor's map from msgpack or JSON; one of str objects for BYTES, because numpy's own
+    strings are padded to the longest and lose trailing zeros.
 
     Raises InvalidArgumentError, whose detail names the field.
     """
@@ -498,7 +543,12 @@ def _cast(data: object, datatype: str) -> Array:
     dtype = _DTYPES.get(datatype, _DTYPES["FP32"])
     if dtype.kind != "f":
         return np.asarray(data, dtype)
-    array, lost = in_datatype(np.asarray(data, np.float64), datatype)
+    array = np.asarray(data, np.float64)
+    if datatype != "FP64" and np.abs(array).max(initial=0) > _FLOAT64_INTEGER_MAX:
+        for index, number in np.ndenumerate(np.asarray(data, object)):
+            if type(number) is int:
+                array[index] = _integer_to_odd(number)
+    array, lost = in_datatype(array, datatype)
     if lost is not None:
         raise OverflowError
     return array
@@ -514,12 +564,31 @@ def _check_elements(data: object, datatype: str, field: str, depth: int) -> None
         raise _invalid(f"{field}.data", f"has an element that is not {datatype}")
 
 
-def _decode_strings(data: object, shape: tuple[int, ...], field: str) -> list[str]:
+def _decode_strings(data: object, shape: tuple[int, ...], field: str) -> Array:
     if type(data) is not list or any(type(item) is not str for item in data):
         raise _invalid(f"{field}.data", "must be a flat list of strings for BYTES")
     if len(data) != math.prod(shape):
         raise _invalid(f"{field}.data", f"{len(data)} strings, but shape is {list(shape)}")
-    return data
+    array = np.empty(len(data), object)
+    array[:] = data
+    return array.reshape(shape)
+
+
+def keeps_shape_as_lists(shape: Sequence[int]) -> bool:
+    """Whether nested lists of the elements tell the shape: not of (0, 3), which is an empty list."""
+    return 0 not in shape[:-1]
+
+
+def text_of(item: object) -> str:
+    """A text where BYTES are declared: bytes are the text that they are in UTF-8. Raises ValueError."""
+    if isinstance(item, str):
+        return item
+    if not isinstance(item, bytes):
+        raise ValueError(f"{type(item).__name__} is no text")
+    try:
+        return item.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"the bytes {item!r:.40} are no text in UTF-8") from None
 
 
 def tensor_head(datatype: str, shape: Sequence[int], data_bytes: int) -> bytes:
@@ -562,8 +631,7 @@ def tensor_json(array: Array) -> dict[str, Any]:
 
 
 def _texts(array: Array) -> list[str]:
-    flat = np.asarray(array).ravel()
-    return [str.__str__(text) for text in (flat.astype(str) if array.dtype.kind == "S" else flat).tolist()]
+    return [str.__str__(text) for text in np.asarray(array).ravel().tolist()]
 
 
 class HeadMemo:

@@ -17,9 +17,12 @@ import numpy as np
 from carpool.wire.tensors import (
     Array,
     datatype_of,
+    for_numpy,
     from_bfloat16,
     in_datatype,
     is_bfloat16,
+    is_torch_bfloat16,
+    keeps_shape_as_lists,
     unmasked,
     why_lost,
 )
@@ -46,13 +49,15 @@ _REMEDIES: Final = {
     "array": "send numpy.asarray(value)",
     "Image": "send numpy.asarray(value), or the bytes of its file",
     "NAType": "send None, or leave it out",
+    "NaTType": "send None, or leave it out",
 }
+NOT_CONTIGUOUS: Final = "a memoryview in it is not contiguous: send bytes(value)"
 
 
 def plain(value: Any) -> Any:
-    """What stands for a value that msgpack and JSON do not know: an array that has a datatype, or a plain
-    number or text. Raises TypeError, ValueError or OverflowError, whose text names the type and says what to
-    do."""
+    """What stands for a value that msgpack and JSON do not know: an array that has a datatype, a plain number
+    or text, or bytes, in lists for an array of them. Raises TypeError, ValueError or OverflowError, whose
+    text names the type and says what to do."""
     if isinstance(value, np.ndarray):
         return _array(value)
     if isinstance(value, int):
@@ -86,7 +91,7 @@ def bodies_of(bodies: Any, call: str) -> Any:
             )
         return bodies
     if hasattr(bodies, "__array__") and not isinstance(bodies, type):
-        return _as_array(bodies)
+        return unmasked(_as_array(bodies))
     if not isinstance(bodies, Iterable) and not hasattr(type(bodies), "__getitem__"):
         raise TypeError(f"a {kind} is one body: use infer, or give {call} a list of bodies")
     return bodies
@@ -116,8 +121,9 @@ def _name(value: Any) -> str:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether this has names beside its numbers, which an array would lose: of pandas, polars, pyarrow."""
-    return hasattr(value, "to_numpy") and not isinstance(value, type)
+    """Whether this has names beside its numbers, which an array would lose: of pandas, polars, pyarrow. A
+    Timestamp of pandas has `to_numpy`, too, but is no array."""
+    return hasattr(value, "to_numpy") and hasattr(value, "__array__") and not isinstance(value, type)
 
 
 def _conversions(table: Any) -> str:
@@ -132,18 +138,27 @@ def _conversions(table: Any) -> str:
 
 def _as_array(value: Any) -> Array:
     try:
-        return np.asarray(value)
+        return np.asanyarray(for_numpy(value))
     except Exception as error:  # for example a tensor that requires a gradient, or is in a GPU's memory
+        is_widened = is_torch_bfloat16(value)
+        steps = "detach().cpu().float().numpy()" if is_widened else "detach().cpu().numpy()"
         raise TypeError(
             f"its type is {_name(value)}, which cannot be converted ({error}): send an array, of a torch "
-            "tensor value.detach().cpu().numpy()"
+            f"tensor value.{steps}"
         ) from None
 
 
-def _array(array: Array) -> Array:
+def _array(array: Array) -> Any:
     array = unmasked(array)
-    datatype_of(array)
-    return array
+    if array.dtype.kind == "S":
+        if not keeps_shape_as_lists(array.shape):
+            raise ValueError(
+                f"an array of bytes of shape {list(array.shape)} cannot be sent, because lists of bytes do "
+                "not keep that shape: send array.tolist()"
+            )
+        return array.tolist()
+    is_text = datatype_of(array) == "BYTES"
+    return array if array.ndim or not is_text else str(array.item())
 
 
 def _number(value: np.generic) -> Any:
