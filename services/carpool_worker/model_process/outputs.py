@@ -309,8 +309,14 @@ def _column(value: Any, spec: TensorSpec | None, count: int, name: str) -> _Colu
     return _array_column(value, spec, count, f" in output {name!r}")
 
 
-def _errors_in(values: Iterable[Any]) -> Wrong:
+def _has_errors(values: Iterable[Any]) -> bool:
+    return any(issubclass(kind, BaseException) for kind in set(map(type, values)))
+
+
+def _errors_in(values: Collection[Any]) -> Wrong:
     """The exceptions among these values, by row."""
+    if not _has_errors(values):
+        return {}
     return {row: value for row, value in enumerate(values) if isinstance(value, BaseException)}
 
 
@@ -346,7 +352,7 @@ def _kept(values: list[Any], wrong: Wrong) -> list[Any]:
 def _without_errors(values: list[Any], wrong: Wrong | None = None) -> Returned:
     """Values, of all rows but those that are wrong; exceptions among them are wrong, too."""
     wrong = wrong or {}
-    if not any(isinstance(value, BaseException) for value in values):
+    if not _has_errors(values):
         return Returned(values, wrong)
     of_values = (row for row in range(len(values) + len(wrong)) if row not in wrong)
     found = {row: v for row, v in zip(of_values, values, strict=True) if isinstance(v, BaseException)}

@@ -44,7 +44,8 @@ class StepRequest:
     """A request that is being generated. `begin` and `step` call its methods, in the thread that called them.
 
     `body`: as it was sent, and so again if the request is begun anew, whatever the model did to it. `cost`,
-    `lane` and `fields` are the producer's. `state`: the model's own, None before each `begin`.
+    `lane` and `fields` are the producer's, and so again, too. `state`: the model's own, None before each
+    `begin`.
 
     An error in the use of these methods fails this request alone. None of them raises, except that `fail`
     passes on what says that the process cannot go on. Once the request has ended, for example because its
