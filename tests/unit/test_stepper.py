@@ -215,8 +215,15 @@ def test_prefill_cost_limits_how_many_are_begun_between_two_steps() -> None:
     ]
 
 
-def test_sum_of_costs_in_slots_is_limited() -> None:
-    b = bench(max_batch_cost=5)
+@pytest.mark.parametrize("changes_cost", [False, True])
+def test_sum_of_costs_in_slots_is_limited(changes_cost: bool) -> None:
+    class Costly(Counter):
+        def begin(self, requests: Requests) -> None:
+            super().begin(requests)
+            for request in requests if changes_cost else ():
+                request.cost = 1000  # which is nobody else's
+
+    b = Bench(Costly(), max_batch_cost=5)
     for body, cost in ((3, 3), (2, 2), (1, 1), (4, 9), (5, 0)):
         b.admit(body, cost=cost)
     b.finish()

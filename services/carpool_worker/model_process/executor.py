@@ -308,7 +308,7 @@ def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
         return map(items.key, indexes) if isinstance(items, ListItems) else ()
 
     def ids() -> Iterable[str]:
-        return (info.correlation_id for info in infos)
+        return (requests[index][0] for index in indexes) if model.wants_requests else ()
 
     count = len(indexes)
     if states is None:
