@@ -133,9 +133,11 @@ def test_thread_that_would_wait_for_itself_is_told_so(thread: LoopThread) -> Non
     assert "the client's own thread would wait for itself" in seen.result(30)
 
 
-def test_fork_is_told_that_the_request_is_not_its_own(thread: LoopThread) -> None:
+def test_fork_is_told_that_the_request_is_not_its_own(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     future = RequestFuture(thread, None)
-    thread._pid = os.getppid()
+    monkeypatch.setattr(thread, "_pid", os.getppid())
     with pytest.raises(UnconfirmedError, match="was forked"):
         future.result()
 
