@@ -76,6 +76,7 @@ class _Page(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # with the usual 5, a probe among many waits for seconds until it is tried again
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, service: Service) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -89,8 +90,10 @@ class _Server(ThreadingHTTPServer):
         """Each connection takes a thread. Above CONNECTIONS_MAX the oldest connection is closed."""
         self._connections[request] = None
         if len(self._connections) > CONNECTIONS_MAX:
+            oldest = next(iter(self._connections))
+            self._connections.pop(oldest, None)  # at once: its thread ends later
             with contextlib.suppress(OSError):  # it may have ended by now
-                next(iter(self._connections)).shutdown(socket.SHUT_RDWR)
+                oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
