@@ -247,12 +247,12 @@ def test_model_process_is_killed(pair: Stack) -> None:
         for deaths in (1, 2):
             before = len(victim.events("model process replaced"))
             with frozen_with_batch(pair, MODEL, victim):
-                held = pair.batches_of(MODEL, victim)
                 os.kill(victim.children()[0], signal.SIGKILL)
             wait_until(
                 lambda before=before: len(victim.events("model process replaced")) > before,  # type: ignore[misc]
                 description=f"the model process is replaced, {deaths}",
             )
+            held = pair.batches_of(MODEL, victim)  # also one that arrived while the worker was frozen
             wait_until(  # or the next death may be one more of the same request, which is given up then
                 lambda held=held: not held & pair.batches_of(MODEL, victim),  # type: ignore[misc]
                 description="what it executed is executed again",
