@@ -37,6 +37,7 @@ ALERTS: Final = OPS / "prometheus" / "alerts.yml"
 MODEL: Final = "Plotted"
 WRITER: Final = "Chain"  # a stepping model
 FOLDING: Final = "Folding"  # a stateful one
+SHOWN_S: Final = 60.0  # a few windows
 CHUNKS: Final = 10  # of each stream
 STEP_S: Final = 0.02
 SCRAPE: Final = "200ms"
@@ -407,16 +408,30 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
                 is_whole = all(any(map(math.isfinite, of.values())) for of in found.values())
                 return found if is_whole else None
 
-            shown = wait_until(panels, description="no panel is empty", timeout_s=10)
-            assert shown is not None
-            rate = load.per_second(WINDOW_S)
             incidents = {
                 title: sum(panel(f"{title}: {{{{model}}}}", "1m").values())
                 for title in ("Dead letters", "Model process deaths", "Redeliveries", "Fenced commits")
             }
-        assert_correct(shown, rate)
-        assert_streams_correct(shown, rate)
-        assert_sequences_correct(shown, rate)
+            wrong: list[AssertionError] = []
+
+            def are_correct() -> bool:
+                """Whether the panels show the load. On a busy machine its rate varies within the window."""
+                found, rate = panels(), load.per_second(WINDOW_S)
+                if found is None:
+                    return False
+                try:
+                    assert_correct(found, rate)
+                    assert_streams_correct(found, rate)
+                    assert_sequences_correct(found, rate)
+                except AssertionError as error:
+                    wrong.append(error)
+                    return False
+                return True
+
+            try:
+                wait_until(are_correct, description="the panels show the load", timeout_s=SHOWN_S)
+            except AssertionError as late:
+                raise (wrong or [late])[-1] from None
         assert all(count > 0 for count in incidents.values()), incidents
         assert_alerts(prometheus)
 

@@ -25,6 +25,8 @@ _CAUSES_BY_DETAIL: Final = {
     "expired: still waiting": "waiting",
     "expired: it was dispatched": "in flight",
     "expired: a worker received its batch": "in flight",
+    "expired: its deadline passed before its batch was executed": "in flight",
+    "expired: the model raised on its batch": "executed",
     "no result within": "client",
 }
 
