@@ -131,6 +131,14 @@ def test_the_text_may_quote_a_body_and_is_told_at_debug_only(level: str, has_tex
     assert outcome.errors and "4111" not in str(outcome.errors)
 
 
+def test_a_batch_that_is_executed_again_because_its_results_are_unclear_is_not_told() -> None:
+    """Given two values for each of two requests, which may be columns, expect no traceback: nothing raised."""
+    told = Told()
+    outcome = told.execute(lambda batch: [[body, body] for body in batch], 1, 2)
+    assert outcome.failures == outcome.errors == {}
+    assert not told
+
+
 @pytest.mark.parametrize("hook", ["begin", "step", "end"])
 def test_a_stepping_model_that_raises_logs_no_body(hook: str) -> None:
     def fail(requests: Any) -> None:

@@ -19,7 +19,7 @@ import structlog
 from carpool.errors import INTERNAL, AbortedError
 from carpool.shown import name_of, trace_of
 from carpool_worker.model_process.executor import Items, Outcome, validate
-from carpool_worker.model_process.failures import Observe, WrongOutputError, failure_of, not_observed
+from carpool_worker.model_process.failures import Observe, OutputError, failure_of, not_observed
 from carpool_worker.model_process.model import BoundModel, BoundSequence, RequestInfo
 from carpool_worker.model_process.outputs import Results, Returned, results_of
 
@@ -59,7 +59,7 @@ class BoundExecutor:
             outputs = self._model.run(items.spread(indexes, self._model.slots), of_slots)
             returned = results_of(self._model, outputs, self._model.slots)
         except BaseException as error:
-            if not isinstance(error, WrongOutputError):  # which says all
+            if not isinstance(error, OutputError):
                 self._observe(error, list(indexes.values()))
             return Outcome(failures | dict.fromkeys(indexes.values(), failure_of(error, INTERNAL)), [])
         return Outcome(failures, _of_ready(returned, indexes, failures), len(indexes))

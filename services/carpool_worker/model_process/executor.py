@@ -19,7 +19,13 @@ from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT
 from carpool.parts import Buffer
 from carpool.wire.tensors import Array
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.failures import Observe, WrongOutputError, failure_of, not_observed
+from carpool_worker.model_process.failures import (
+    Observe,
+    OutputError,
+    WrongOutputError,
+    failure_of,
+    not_observed,
+)
 from carpool_worker.model_process.frames import Failure, FrameHeader
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
 from carpool_worker.model_process.outputs import (
@@ -259,11 +265,10 @@ def _attempt(
     try:
         results, wrong = _run(model, given, indexes)
     except BaseException as error:
-        is_of_output = isinstance(error, WrongOutputError)
-        if not is_of_output:  # which says all
+        if not isinstance(error, OutputError):
             given.observe(error, indexes)
         failure = failure_of(error, INTERNAL)
-        is_final = len(indexes) == 1 or is_of_output
+        is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
     else:
         if is_half:  # the model is called again, and may use its arrays again then
             results, wrong = settled(Returned(results, wrong))

@@ -21,11 +21,15 @@ _ABOUT_BODIES: Final = (CarpoolError, ValueError, TypeError, LookupError, Arithm
 Observe = Callable[[BaseException, Sequence[int]], None]
 
 
-class WrongOutputError(Exception):
+class OutputError(Exception):
+    """What the model returned cannot be taken. It raised nothing, and the text of this says all."""
+
+
+class WrongOutputError(OutputError):
     """What the model returned is not one result for each item."""
 
 
-class UnclearOutputError(Exception):
+class UnclearOutputError(OutputError):
     """What the model returned for several items has two meanings. For one item it has one."""
 
 
