@@ -67,7 +67,7 @@ from carpool_batcher.entries import (
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
 from carpool_batcher.policies import Policies
-from carpool_batcher.refusal_parts import divide_in_pieces
+from carpool_batcher.refusal_parts import divide
 
 REPORT_INTERVAL_US: Final = 1_000_000
 REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
@@ -502,7 +502,7 @@ class ModelBatcher:
         session.order.enter_if_any()
         ttl_ms = scheduler.settings.result_ttl_ms
         answered: list[Refusal] = []
-        for part in divide_in_pieces(refusals, emptied, changes_of_sequences, freed):
+        for part in divide(refusals, emptied, changes_of_sequences, freed):
             if part is None:
                 yield
                 continue

@@ -61,18 +61,9 @@ def divide(
     emptied: Sequence[Entry],
     changes: Sequence[SequenceChange],
     freed: Sequence[SlotFreed],
-) -> Iterator[Part]:
-    """The parts, in the order in which they are to be written. One, if all of it is small."""
-    return (part for part in divide_in_pieces(refusals, emptied, changes, freed) if part is not None)
-
-
-def divide_in_pieces(
-    refusals: Sequence[Refusal],
-    emptied: Sequence[Entry],
-    changes: Sequence[SequenceChange],
-    freed: Sequence[SlotFreed],
 ) -> Iterator[Part | None]:
-    """As `divide`, in pieces: None is the end of one in which no part was completed."""
+    """The parts, in the order in which they are to be written. One, if all of it is small. In pieces: None is
+    the end of one in which no part was completed."""
     by_entry = yield from _by_entry(refusals)
     keys = sum([of_entry.keys for of_entry in by_entry]) + len(emptied) + len(changes) + len(freed)
     put_back_bytes = sum([of_entry.put_back_bytes for of_entry in by_entry])

@@ -49,7 +49,7 @@ def visible_gpus(environment: Mapping[str, str], found: int) -> int:
     there before, of which CUDA's documents say nothing: to count no GPU would be to use the CPU silently.
 
     NVIDIA_VISIBLE_DEVICES is for a container's runtime, and CUDA does not read it. "none" is heeded. "void"
-    says nothing: whoever adds the GPUs by the Container Device Interface (CDI) sets it, with GPUs as well.
+    says nothing: the Container Device Interface (CDI) sets it also where it adds GPUs.
     """
     if not found or environment.get("NVIDIA_VISIBLE_DEVICES") == "none":
         return 0

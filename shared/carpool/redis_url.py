@@ -15,11 +15,9 @@ No error quotes what may be a part of a password: no value, and no text of a par
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
@@ -113,71 +111,6 @@ def checked_url(url: str) -> str:
     """The URL, if it is one. Raises ValueError, whose message says what is wrong."""
     parse(url)
     return url
-
-
-def check_tls_files(url: str, names: Mapping[str, str] = {}) -> None:
-    """Raises ValueError if a TLS file that the URL names cannot be used: a sentence that names the option, or
-    what `names` calls it, and the file."""
-    tls = parse(url).tls
-    files = {option: str(tls[option]) for option in _TLS_FILES if option in tls}
-    if not files:
-        return
-    called = {option: names.get(option, f"the option {option}") for option in _TLS_FILES}
-    for option, path in files.items():
-        try:
-            os.scandir(path).close() if option == "ssl_ca_path" else Path(path).read_bytes()
-        except OSError as error:
-            raise ValueError(f"{called[option]} is {path}, which cannot be read: {error.strerror}") from None
-    _load_tls_files(files, str(tls.get("ssl_password", "")), called)
-
-
-def _load_tls_files(files: Mapping[str, str], password: str, called: Mapping[str, str]) -> None:
-    import ssl  # noqa: PLC0415 (20 ms, and most URLs name no files)
-
-    certificates, certificate, key = (
-        files.get("ssl_ca_certs"),
-        files.get("ssl_certfile"),
-        files.get("ssl_keyfile"),
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-
-    def has_certificate(path: str) -> bool:
-        try:
-            context.load_verify_locations(path)
-        except ssl.SSLError:
-            return False
-        return True
-
-    no_certificate = "has no certificate in PEM form (BEGIN CERTIFICATE)"
-    if certificates is not None and not has_certificate(certificates):
-        raise ValueError(f"{called['ssl_ca_certs']} is {certificates}, which {no_certificate}")
-    if certificate is None:
-        if key is not None:
-            raise ValueError(
-                f"{called['ssl_keyfile']} is the key of a certificate that is not given: "
-                f"name it with {called['ssl_certfile']}"
-            )
-        return
-    try:
-        context.load_cert_chain(
-            certificate, key, password
-        )  # without a password OpenSSL would ask the terminal
-    except ssl.SSLError as error:
-        if not has_certificate(certificate):
-            raise ValueError(f"{called['ssl_certfile']} is {certificate}, which {no_certificate}") from None
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise ValueError(
-                f"{called['ssl_keyfile']} is {key}, which has not the key of the certificate in {certificate}"
-            ) from None
-        no_key = "has no private key in PEM form (BEGIN PRIVATE KEY)"
-        if key is None:
-            raise ValueError(
-                f"{called['ssl_certfile']} is {certificate}, which {no_key}: name the file that has it with "
-                f"{called['ssl_keyfile']}"
-            ) from None
-        raise ValueError(
-            f"{called['ssl_keyfile']} is {key}, which {no_key}, or ssl_password is not its password"
-        ) from None
 
 
 def parse(url: str) -> RedisUrl:
@@ -389,7 +322,6 @@ _OPTIONS: Final[Mapping[str, Callable[[str], str | int | bool]]] = {
     "ssl_min_version": _min_version,
     "ssl_ciphers": _text,
 }
-_TLS_FILES: Final = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _SECRETS: Final = frozenset({"password", "sentinel_password", "ssl_password"})
 
 # Options of redis-py that Carpool does not have, and why.

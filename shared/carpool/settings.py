@@ -30,9 +30,10 @@ from pydantic_settings import (
 
 from carpool.address import without_password
 from carpool.keys import DEFAULT_PREFIX
-from carpool.redis_url import check_tls_files, checked_url, parse, split
+from carpool.redis_url import checked_url, parse, split
 from carpool.shown import complain
 from carpool.text_files import UTF_8, encoding_of, has_mark, read_text
+from carpool.tls_files import check_tls_files
 from carpool.units import MILLISECONDS, number_in
 
 
@@ -108,27 +109,16 @@ _OF_SERVICE: Final = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UD
 SIMILARITY_MIN: Final = 0.85  # of a variable that nothing reads to the one that was probably meant
 # What commands read beside the settings here: no mistake where another process finds it.
 OF_COMMANDS: Final = frozenset(
-    {
-        *(
-            "accept",
-            "action",
-            "alive",
-            "all",
-            "arrivals",
-            "as_json",
-            "body",
-            "change",
-            "content_type",
-            "cost",
-        ),
-        *("data_dir", "expiration_ms", "field", "force", "ids", "in_flight", "intercept_ms", "keep", "lane"),
-        *("latency_ms", "newer_s", "noise", "not_before", "older_s", "once", "output", "plot"),
-        *("priority", "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "requests"),
-        *("rotate", "rounds", "seconds", "secrets", "seed", "sequence_end", "sequence_id", "sequence_index"),
-        *("sequence_start", "slope_ms", "stream", "tenant", "timeout", "timeout_s", "trip_ms", "trip_noise"),
-        *("trip_slope_ms", "workers"),
-    }
-)
+    (
+        "accept", "action", "alive", "all", "arrivals", "as_json", "body", "change", "content_type", "cost",
+        "data_dir", "expiration_ms", "field", "force", "ids", "in_flight", "intercept_ms", "keep", "lane",
+        "latency_ms", "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority",
+        "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "requests", "rotate", "rounds",
+        "seconds", "secrets", "seed", "sequence_end", "sequence_id", "sequence_index", "sequence_start",
+        "slope_ms", "stream", "tenant", "timeout", "timeout_s", "trip_ms", "trip_noise", "trip_slope_ms",
+        "workers",
+    )
+)  # fmt: skip
 
 
 class CarpoolSettings(BaseSettings):

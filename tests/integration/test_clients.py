@@ -656,7 +656,7 @@ def test_a_client_that_was_made_before_a_fork_serves_parent_and_child(blocking: 
 
 
 def in_children(work: Callable[[], Any], count: int = 1) -> list[Any]:
-    """What `work` returns in each of so many children of forks, all at the same time."""
+    """What `work` returns in each of `count` forked children, all at the same time."""
     fork = multiprocessing.get_context("fork")
     results = [fork.SimpleQueue() for _ in range(count)]
     children = [fork.Process(target=lambda queue=queue: queue.put(work())) for queue in results]

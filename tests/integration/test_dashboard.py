@@ -37,7 +37,6 @@ ALERTS: Final = OPS / "prometheus" / "alerts.yml"
 MODEL: Final = "Plotted"
 WRITER: Final = "Chain"  # a stepping model
 FOLDING: Final = "Folding"  # a stateful one
-SHOWN_S: Final = 60.0  # a few windows
 CHUNKS: Final = 10  # of each stream
 STEP_S: Final = 0.02
 SCRAPE: Final = "200ms"
@@ -373,6 +372,9 @@ class MixedLoad:
 
 PACKED_REQUESTS: Final = 40
 WINDOW_S: Final = 5
+SHOWN_S: Final = 60.0  # a few windows
+
+Panels = dict[str, dict[tuple[str, ...], float]]  # by title: the value of each series, by its labels
 
 
 def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
@@ -402,7 +404,7 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
                 expression = queries()[title].replace("$model", model).replace("$__rate_interval", window)
                 return prometheus.query(expression)
 
-            def panels() -> dict[str, dict[tuple[str, ...], float]] | None:
+            def panels() -> Panels | None:
                 """All of them; None if one has no series or no finite value."""
                 found = {title: panel(title) for title in queries()}
                 is_whole = all(any(map(math.isfinite, of.values())) for of in found.values())
@@ -412,28 +414,32 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
                 title: sum(panel(f"{title}: {{{{model}}}}", "1m").values())
                 for title in ("Dead letters", "Model process deaths", "Redeliveries", "Fenced commits")
             }
-            wrong: list[AssertionError] = []
-
-            def are_correct() -> bool:
-                """Whether the panels show the load. On a busy machine its rate varies within the window."""
-                found, rate = panels(), load.per_second(WINDOW_S)
-                if found is None:
-                    return False
-                try:
-                    assert_correct(found, rate)
-                    assert_streams_correct(found, rate)
-                    assert_sequences_correct(found, rate)
-                except AssertionError as error:
-                    wrong.append(error)
-                    return False
-                return True
-
-            try:
-                wait_until(are_correct, description="the panels show the load", timeout_s=SHOWN_S)
-            except AssertionError as late:
-                raise (wrong or [late])[-1] from None
+            wait_until_correct(panels, load)
         assert all(count > 0 for count in incidents.values()), incidents
         assert_alerts(prometheus)
+
+
+def wait_until_correct(panels: Callable[[], Panels | None], load: MixedLoad) -> None:
+    """Wait until the panels show the load. On a busy machine its rate varies within the window."""
+    wrong: list[AssertionError] = []
+
+    def are_correct() -> bool:
+        found, rate = panels(), load.per_second(WINDOW_S)
+        if found is None:
+            return False
+        try:
+            assert_correct(found, rate)
+            assert_streams_correct(found, rate)
+            assert_sequences_correct(found, rate)
+        except AssertionError as error:
+            wrong.append(error)
+            return False
+        return True
+
+    try:
+        wait_until(are_correct, description="the panels show the load", timeout_s=SHOWN_S)
+    except AssertionError as late:
+        raise (wrong or [late])[-1] from None
 
 
 def reclaim(stack: Stack, workers: list[Service], gate: Path) -> None:

@@ -53,7 +53,7 @@ class DividedTurns(SequenceHarness):
         decisions = self.scheduler.poll(now_us)
         refused = self._refused + [one for one in decisions if isinstance(one, Refusal)]
         changes = [one for one in decisions if isinstance(one, SequenceChange)]
-        for part in islice(divide(refused, (), changes, ()), parts_max):
+        for part in islice(filter(None, divide(refused, (), changes, ())), parts_max):
             self._write(part, now_us)
         self._refused = []
 

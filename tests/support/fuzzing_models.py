@@ -394,7 +394,7 @@ class RandomModel:
 
 
 def check(choice: random.Random, batches: int = BATCHES_PER_SEED) -> int:
-    """Execute so many batches of a random model. Returns how many results were OK."""
+    """Execute `batches` batches of a random model. Returns how many results were OK."""
     model = RandomModel(choice)
     rehearsal = Rehearsal(model.loaded)
     alone: dict[tuple[str, int], Result] = {}
@@ -504,7 +504,7 @@ def _is_declared(found: Any, value: Any, spec: TensorSpec) -> bool:
 
 
 def _is_rounded(found: Any, number: Any, bits: int | None) -> bool:
-    """Whether a number is another one, rounded to so many bits; None: exactly."""
+    """Whether a number is another one, rounded to `bits` bits; exactly, if that is None."""
     if math.isnan(number) or math.isinf(number):
         return bool(found == number or (math.isnan(found) and math.isnan(number)))
     if isinstance(number, int):  # in arrays and in lists
@@ -528,7 +528,7 @@ def _numbers(value: Any) -> Iterator[Any]:
 
 
 def fuzz(batches: int, seed: int, report: Callable[[str], None] = print) -> None:
-    """Execute so many batches. The seed that is named in a failure replays it."""
+    """Execute `batches` batches. The seed that is named in a failure replays it."""
     done, succeeded, started_s = 0, 0, time.monotonic()
     for at in itertools.count(seed):
         if not (at - seed) % 200:

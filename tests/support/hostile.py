@@ -16,7 +16,7 @@ from carpool.keys import Keys
 HOSTILE: Final = "hostile"
 
 Sent = list[dict[str, Any]]  # the fields of entries
-Shape = Callable[[int], Sent]  # of entries of so many requests
+Shape = Callable[[int], Sent]  # the entries with this number of requests
 
 
 def packed(count: int, of_request: Callable[[int], dict[str, Any]], **shared: Any) -> dict[str, Any]:

@@ -88,7 +88,7 @@ async def test_malformed_columns_concern_only_themselves() -> None:
 @pytest.mark.parametrize("columns_kept_bytes", [COLUMN_KEPT_BYTES_MAX, 8])
 @pytest.mark.parametrize("datatype", ["FP32", "BF16"])
 @pytest.mark.parametrize("sink", [FutureSink(), ReplySink(), None])
-async def test_results_may_be_written_to_whoever_shared_their_batch(
+async def test_results_may_be_written_to_alone_and_of_a_batch(
     sink: Any, datatype: str, columns_kept_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sinks, "COLUMN_KEPT_BYTES_MAX", columns_kept_bytes)

@@ -15,7 +15,7 @@ from carpool_batcher.refusal_parts import PART_BYTES, PART_KEYS, Part, divide, w
 
 
 def refused(entry_id: int, count: int = 1, sequence: str = "", waiting_bytes: int = 0) -> Refusal:
-    """The refusal of a run of an entry, in which another run of so many bytes still waits."""
+    """The refusal of a run of an entry, in which another run of `waiting_bytes` still waits."""
     entry = Entry(f"{entry_id}-0", 0)
     part = _part(sequence, entry_id) if sequence else None
     run = Run(entry, [f"r{entry_id}.{at}" for at in range(count)], [b""] * count, sequence=part)
@@ -31,6 +31,15 @@ def broken(sequence: str, place: int) -> SequenceChange:
     return SequenceChange(_part(sequence, place), f"r{place}.0", "broken", f"at {place}")
 
 
+def parts_of(
+    refusals: Sequence[Refusal],
+    emptied: Sequence[Entry],
+    changes: Sequence[SequenceChange],
+    freed: Sequence[SlotFreed],
+) -> list[Part]:
+    return [part for part in divide(refusals, emptied, changes, freed) if part is not None]
+
+
 def entries(parts: Sequence[Part]) -> list[list[str]]:
     return [[one.entry.id for one in part.refusals] for part in parts]
 
@@ -38,18 +47,18 @@ def entries(parts: Sequence[Part]) -> list[list[str]]:
 def test_a_small_turn_is_one_part_in_its_own_order() -> None:
     refusals, emptied = [refused(2), refused(1)], [Entry("3-0", 0)]
     change, freed = broken("s", 1), SlotFreed("p", "s")
-    assert list(divide(refusals, emptied, [change], [freed])) == [Part(refusals, emptied, [change], [freed])]
+    assert parts_of(refusals, emptied, [change], [freed]) == [Part(refusals, emptied, [change], [freed])]
 
 
 def test_entries_share_parts_of_bounded_keys() -> None:
     refusals = [refused(at, PART_KEYS // 2) for at in (3, 1, 2)]
-    assert entries(list(divide(refusals, (), (), ()))) == [["1-0", "2-0"], ["3-0"]]
+    assert entries(parts_of(refusals, (), (), ())) == [["1-0", "2-0"], ["3-0"]]
 
 
 def test_the_refusals_of_an_entry_are_in_one_part() -> None:
     entry = Entry("2-0", 0)
     of_one = [refused(2, PART_KEYS)._replace(entry=entry) for _ in range(3)]
-    parts = list(divide([refused(1), *of_one], (), (), ()))
+    parts = parts_of([refused(1), *of_one], (), (), ())
     assert [len(part.refusals) for part in parts] == [1, 3]
 
 
@@ -58,17 +67,17 @@ def test_stored_bodies_are_keys() -> None:
     for one in refusals:
         assert one.run is not None
         one.run.bodies = [StoredBody(name, 1) for name in one.correlation_ids]
-    assert entries(list(divide(refusals, (), (), ()))) == [["1-0"], ["2-0"]]
+    assert entries(parts_of(refusals, (), (), ())) == [["1-0"], ["2-0"]]
 
 
 def test_entries_share_parts_of_bounded_bytes() -> None:
     refusals = [refused(at, waiting_bytes=PART_BYTES // 2) for at in (1, 2, 3)]
-    assert entries(list(divide(refusals, (), (), ()))) == [["1-0", "2-0"], ["3-0"]]
+    assert entries(parts_of(refusals, (), (), ())) == [["1-0", "2-0"], ["3-0"]]
 
 
 def test_entries_without_requests_come_last() -> None:
     emptied = [Entry(f"0-{at}", 0) for at in range(PART_KEYS + 1)]
-    first, *others = divide([refused(1)], emptied, [broken("s", 1)], ())
+    first, *others = parts_of([refused(1)], emptied, [broken("s", 1)], ())
     assert entries([first]) == [["1-0"]]
     assert [entry for part in others for entry in part.emptied] == emptied
     assert max(len(part.emptied) for part in others) == PART_KEYS
@@ -78,7 +87,7 @@ def test_what_breaks_a_sequence_goes_with_its_refusals(monkeypatch: pytest.Monke
     monkeypatch.setattr(refusal_parts, "PART_KEYS", 2)
     refusals = [refused(at, sequence="s") for at in (1, 2, 3)]
     changes = [broken("s", 0), broken("s", 1), broken("s", 3), broken("other", 1)]
-    parts = list(divide(refusals, (), changes, [SlotFreed("p", "s"), SlotFreed("p", "other")]))
+    parts = parts_of(refusals, (), changes, [SlotFreed("p", "s"), SlotFreed("p", "other")])
     assert [[change.content for change in part.changes] for part in parts] == [
         ["at 1"],
         [],
@@ -91,7 +100,7 @@ def test_what_breaks_a_sequence_goes_with_its_refusals(monkeypatch: pytest.Monke
 def test_many_changes_alone_are_divided_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusal_parts, "PART_KEYS", 2)
     changes = [broken(name, place) for name in "abc" for place in (1, 2)]
-    parts = list(divide((), (), changes, ()))
+    parts = parts_of((), (), changes, ())
     assert [[change.part.sequence_id for change in part.changes] for part in parts] == [["a", "b"], ["c"]]
 
 

@@ -1,4 +1,4 @@
-"""What a model raises: its traceback for the log, and its name for whoever watches the model.
+"""What a model raises: its traceback for the log, and its name for operators.
 
 A name is the exception's class and the line that raised it, such as `KeyError at model.py:14`. It tells
 nothing of a request, as the exception's text may, so it is shown to operators who may not see bodies. For the

@@ -6,7 +6,7 @@ import os
 
 from carpool.errors import InvalidArgumentError, PermissionDeniedError
 from carpool.keys import DEFAULT_PREFIX
-from carpool.redis_url import check_tls_files
+from carpool.tls_files import check_tls_files
 
 
 def connection(url: str | None, prefix: str | None) -> tuple[str, str]:

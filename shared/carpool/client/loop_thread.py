@@ -226,21 +226,21 @@ class RequestFuture(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """As Future.result."""
-        if self.done():
-            return super().result(timeout)
-        if timeout is not None:
-            self._loop_thread.check_process()
-            return super().result(timeout)
-        return self._loop_thread.wait(super().result, self.done, self._timeout_s)
+        return self._outcome(super().result, timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As Future.exception."""
+        found: BaseException | None = self._outcome(super().exception, timeout)
+        return found
+
+    def _outcome(self, outcome: Callable[[float | None], Any], timeout: float | None) -> Any:
+        """What `outcome` returns or raises. Waits for at most `timeout` s; None: for the request's own."""
         if self.done():
-            return super().exception(timeout)
+            return outcome(timeout)
         if timeout is not None:
             self._loop_thread.check_process()
-            return super().exception(timeout)
-        return self._loop_thread.wait(super().exception, self.done, self._timeout_s)
+            return outcome(timeout)
+        return self._loop_thread.wait(outcome, self.done, self._timeout_s)
 
 
 async def _resolve_with(coroutine: Coroutine[Any, Any, Any], future: Future[Any]) -> None:

@@ -499,8 +499,8 @@ def _encode_bytes(value: Any, content_type: str, *, of_request: bool) -> bytes:
 
 
 def _array_bytes(array: Array, *, of_request: bool) -> bytes:
-    """The little-endian data of an array. Its datatype and shape are lost: whoever gets a result has asked
-    for that, but a model would take the bytes of a request for another datatype."""
+    """The little-endian data of an array. Its datatype and shape are lost: for a result the
+    producer has asked for that, but a model would take the bytes of a request for another datatype."""
     datatype = datatype_of(array)
     if of_request and (datatype != "UINT8" or array.ndim != 1):
         raise ValueError(
