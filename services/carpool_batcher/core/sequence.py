@@ -9,13 +9,12 @@ lanes, time or other sequences: that is `core.sequences`.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Final
 
 from carpool.messages import Run, SequencePart
 
-SOUGHT_AT_ONCE: Final = 4096  # requests, in a piece
 SEGMENTS_MIN: Final = 16  # of a sequence: with fewer it is not looked which are empty
 
 
@@ -108,18 +107,6 @@ class Segment:
         if indexed is None or unindexed is None:
             return unindexed if indexed is None else indexed
         return min(indexed, unindexed, key=place_of)
-
-    def after(self, place: str) -> Generator[None, None, list[Run]]:
-        """The waiting requests besides the start that stand after this place, in the order of the request
-        stream. In pieces, between which no request may be added or removed."""
-        later: list[Run] = []
-        for number, run in enumerate(self.rest(), 1):
-            if place_of(run) > place:
-                later.append(run)
-            if not number % SOUGHT_AT_ONCE:
-                yield
-        later.sort(key=place_of)
-        return later
 
 
 class Taken:

@@ -51,6 +51,7 @@ from carpool_batcher.core.still_sequences import StillSequences
 from carpool_batcher.core.waiting_starts import WaitingStarts
 
 REFUSED_AT_ONCE: Final = 256  # requests, or sequences that are looked at, in a piece
+SOUGHT_AT_ONCE: Final = 4096  # waiting requests, in a piece
 REPLAYED_AT_ONCE: Final = 256  # events, in a piece
 BROKEN_MIN: Final = 1000  # broken sequences that are remembered in any case
 
@@ -427,15 +428,13 @@ class Sequences:
 
     def _refuse_after(self, segment: Segment, place: str) -> Iterator[Decided]:
         """Refuse what stands after this place, at which the segment broke."""
-        pieces = segment.after(place)
-        while True:
-            try:
-                next(pieces)
-            except StopIteration as end:
-                later: list[Run] = end.value
-                break
-            yield Decided.nothing()
-        for number, run in enumerate(later, 1):
+        later: list[Run] = []
+        for number, run in enumerate(segment.rest(), 1):
+            if place_of(run) > place:
+                later.append(run)
+            if not number % SOUGHT_AT_ONCE:
+                yield Decided.nothing()
+        for number, run in enumerate(sorted(later, key=place_of), 1):
             self._refuse(segment, run, aborted(run, segment.broken))
             if not number % REFUSED_AT_ONCE:
                 yield self._take_decided()
