@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from carpool.messages import Run, SequenceChange
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequence import Segment, Sequence, place_of
-from carpool_batcher.core.sequences import Sequences
+from carpool_batcher.core.sequences import Decided, Sequences
 from simulation.test_sequences_machine import SequencesMachine
 from support.planting import Fault, Faults, Patch, of_machine
 from support.sequence_harness import SequenceStore
@@ -92,11 +92,10 @@ def forget_a_follower(patch: Patch) -> None:
 
 @FAULTS.shown_by(examples.test_requests_before_a_break_are_served)
 def serve_what_comes_after_a_failure(patch: Patch) -> None:
-    def after(self: Segment, place: str) -> Generator[None, None, list[Run]]:
-        yield
-        return []
+    def refuse_after(self: Sequences, segment: Segment, place: str) -> Iterator[Decided]:
+        yield Decided.nothing()
 
-    patch.setattr(Segment, "after", after)
+    patch.setattr(Sequences, "_refuse_after", refuse_after)
 
 
 @FAULTS.found(examples=86)
