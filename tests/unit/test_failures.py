@@ -65,6 +65,8 @@ BROKEN = [
     "hipErrorECCNotCorrectable",
     "Triton Error [CUDA]: an illegal memory access was encountered",
     "INTERNAL: CUDA: Failed to end stream capture: CUDA_ERROR_MISALIGNED_ADDRESS: misaligned address",
+    "INTERNAL: CUDA error: [0] Failed to load in-memory CUBIN (compiled for a different GPU?).: "
+    "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered [executable_name='jit_add']",
 ]
 
 WORKING = [
@@ -72,6 +74,7 @@ WORKING = [
     "CUDA error: out of memory",
     "HIP out of memory. Tried to allocate 20.00 MiB",
     "cudaErrorMemoryAllocation: out of memory",
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64.00TiB with allocator GPU_0_bfc on device 0.",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
     "CUDA error: invalid configuration argument",
