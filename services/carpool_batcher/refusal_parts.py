@@ -9,7 +9,10 @@ So a part is bounded, and these rules make it safe to die between two of them:
 2. Entries come in the order of the places of their requests. With the requests of a sequence goes what breaks
    it up to the last of them. So Redis is always in a state in which a turn could have left it that knew of no
    later request: the next batcher finds the same as after such a turn.
-3. Entries without requests come last: until its entry is removed, a withdrawal is carried out again.
+3. What an entry breaks that is larger than a part is written before it. A batcher that reads such an entry
+   again finds these sequences broken, and refuses what continues them. A start it may serve: nothing that
+   stands after it was refused.
+4. Entries without requests come last: until its entry is removed, a withdrawal is carried out again.
 """
 
 from __future__ import annotations
@@ -73,8 +76,12 @@ def divide(
     by_sequence = _by_sequence(changes, freed)
     by_entry.sort(key=_OfEntry.place)
     for together in _packed(by_entry):
-        yield _part_of(together, by_sequence)
-    yield from _others(by_sequence.values())
+        part = _part_of(together, by_sequence)
+        if sum([of_entry.keys for of_entry in together]) > PART_KEYS:
+            yield from _of_changes(_by_sequence(part.changes, part.freed).values())
+            part = Part(part.refusals)
+        yield part
+    yield from _of_changes(by_sequence.values())
     for start in range(0, len(emptied), PART_KEYS):
         yield Part((), emptied[start : start + PART_KEYS])
 
@@ -175,8 +182,8 @@ def _part_of(together: Sequence[_OfEntry], by_sequence: dict[str, _OfSequence]) 
     return Part(refusals, (), without_earlier_breaks(changes), freed)
 
 
-def _others(by_sequence: Iterable[_OfSequence]) -> Iterator[Part]:
-    """What is changed in sequences beside the refusals. All of a sequence is in one part."""
+def _of_changes(by_sequence: Iterable[_OfSequence]) -> Iterator[Part]:
+    """What is changed in these sequences, without refusals. All of a sequence is in one part."""
     changes: list[SequenceChange] = []
     freed: list[SlotFreed] = []
     for of_sequence in by_sequence:

@@ -97,6 +97,23 @@ def test_what_breaks_a_sequence_goes_with_its_refusals(monkeypatch: pytest.Monke
     assert [[slot.sequence_id for slot in part.freed] for part in parts] == [["s"], [], [], ["other"]]
 
 
+def test_what_breaks_very_many_sequences_goes_before_their_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_parts, "PART_KEYS", 4)
+    entry = Entry("2-0", 0)
+    refusals = [refused(at, sequence=f"s{at}")._replace(entry=entry) for at in range(6)]
+    changes = [broken(f"s{at}", at) for at in range(6)]
+    parts = parts_of([*refusals, refused(7)], (), [*changes, broken("s", 9)], [SlotFreed("p", "s1")])
+    assert [len(part.refusals) for part in parts] == [0, 0, 6, 1, 0]
+    assert [[change.part.sequence_id for change in part.changes] for part in parts] == [
+        ["s0", "s1", "s2"],
+        ["s3", "s4", "s5"],
+        [],
+        [],
+        ["s"],
+    ]
+    assert [slot.sequence_id for part in parts[:1] for slot in part.freed] == ["s1"]
+
+
 def test_many_changes_alone_are_divided_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusal_parts, "PART_KEYS", 2)
     changes = [broken(name, place) for name in "abc" for place in (1, 2)]
