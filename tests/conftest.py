@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import hypothesis
 import pytest
 
 from carpool_cli.local.embedded import find_servers
@@ -25,6 +26,11 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # in the background of a script; tests interrupt programs
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # How long it takes to draw an example depends on the machine.
+    hypothesis.settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any machine")
     config.pluginmanager.register(HangWatch(config))
     config.pluginmanager.register(Scheduling())
 

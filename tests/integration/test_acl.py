@@ -384,9 +384,6 @@ def test_admin_overrides_settings(no_denials: Secured) -> None:
     assert not no_denials.stack.redis.exists(key)
 
 
-TUNE_S_MAX: Final = 240.0  # it computes for 10 s on a quiet machine
-
-
 def test_admin_sends_requests(no_denials: Secured) -> None:
     with Client(no_denials.url("admin"), timeout=15) as client:
         assert client.infer("square", 7) == 49
@@ -394,21 +391,11 @@ def test_admin_sends_requests(no_denials: Secured) -> None:
         assert client.infer("Echo", image) == image
     answer = run(no_denials, "admin", "infer", "square", "9")
     assert (answer.stdout, answer.stderr, answer.returncode) == ("81\n", "", 0)
-    tuned = run(
-        *(
-            no_denials,
-            "admin",
-            "tune",
-            "Single",
-            "7",
-            "--latency-ms=50",
-            "--rounds=1",
-            "--rate=50",
-            "--plot=",
-        ),
-        timeout_s=TUNE_S_MAX,
-    )
-    assert tuned.returncode == 0, tuned.stderr
+    # No settings are computed for what cannot be kept: here only what it reads and sends matters
+    tuned = run(no_denials, "admin", "tune", "Single", "7", "--latency-ms=0.01", "--rounds=1", "--plot=")
+    assert "sending" in tuned.stdout
+    assert tuned.returncode == 2, tuned.stderr
+    assert "no settings can keep" in tuned.stderr
 
 
 def test_clients_sign_in_with_the_settings_of_commands(

