@@ -74,7 +74,7 @@ WORKING = [
     "CUDA error: out of memory",
     "HIP out of memory. Tried to allocate 20.00 MiB",
     "cudaErrorMemoryAllocation: out of memory",
-    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64.00TiB with allocator GPU_0_bfc on device 0",
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64.00TiB with allocator GPU_0_bfc",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
     "CUDA error: invalid configuration argument",
