@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,6 +82,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durability, "CONFIRM_MS", 300)
 
 
+async def ends_without_result(pending: Awaitable[Any]) -> None:
+    """What was sent by a client that is closed now, to a model that nobody serves."""
+    with pytest.raises(UnconfirmedError, match="the client was closed before there was a result"):
+        await pending
+
+
 async def test_replicas_have_what_is_accepted(primary: Server, replica: Server) -> None:
     async with AsyncClient(primary.url, durability=REPLICA) as client:
         await client.models()
@@ -93,6 +99,7 @@ async def test_replicas_have_what_is_accepted(primary: Server, replica: Server) 
         os.kill(replica.pid, signal.SIGCONT)
         await flushing
         assert replica.waiting() == 1 and not pending.done()
+    await ends_without_result(pending)
 
 
 @pytest.mark.usefixtures("short")
@@ -110,6 +117,7 @@ async def test_what_no_replica_has_is_unconfirmed(primary: Server, replica: Serv
         pending = client.submit(MODEL, 2)
         await client.flush()
         assert replica.waiting() == 3 and not pending.done()
+    await ends_without_result(pending)
 
 
 async def test_entry_without_confirmation_is_sent_again_on_a_new_connection(
@@ -126,6 +134,7 @@ async def test_entry_without_confirmation_is_sent_again_on_a_new_connection(
         os.kill(replica.pid, signal.SIGCONT)
         await flushing
         assert replica.waiting() == 2 and not pending.done()
+    await ends_without_result(pending)
 
 
 def test_client_on_a_thread(primary: Server, replica: Server) -> None:
@@ -154,6 +163,7 @@ async def test_fsync(primary: Server) -> None:
         primary.redis.config_set("appendonly", "no")
         with pytest.raises(UnconfirmedError, match="Redis cannot confirm durability fsync"):
             await client.infer(MODEL, 2)
+    await ends_without_result(pending)
     with pytest.raises(UnimplementedError, match="appendonly yes"):
         async with AsyncClient(primary.url, durability=DISK):
             pass
