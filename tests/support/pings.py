@@ -16,9 +16,7 @@ class Pings:
 
     def __init__(self, url: str, pid: int) -> None:
         self.slowest_s = 0.0
-        self._clock = (
-            ~pid << 3
-        ) | 2  # of the CPU time of a process, as Linux numbers clocks
+        self._clock = (~pid << 3) | 2  # of the CPU time of a process, as Linux numbers clocks
         self._redis = Redis.from_url(url, socket_timeout=60)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._ping, daemon=True)
