@@ -22,7 +22,7 @@ BATCHER_S: Final = 3.0
 # A batch whose process died is executed one request at a time, to find the one that is the cause.
 ONE_AT_A_TIME_S: Final = 32 * 0.02
 PROCESS_S: Final = 0.5 + ONE_AT_A_TIME_S
-# A worker has two batches at most. They are found when its lease has run out, by a look four times in a lease.
+# A worker has two batches at most. Others look four times in a lease whether it has run out.
 WORKER_S: Final = LEASE_S + LEASE_S / 4 + 0.5 + 2 * ONE_AT_A_TIME_S
 CONNECTION_S: Final = 15.0
 FLOOD_SPEED: Final = 10
