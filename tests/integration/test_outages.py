@@ -53,6 +53,9 @@ def test_all_connections_are_closed_repeatedly(stack: Stack) -> None:
     checker = Checker()
     with Load(stack, MODEL, checker) as load:
         for _ in range(5):
+            wait_until(
+                lambda: len(stack.redis.client_list()) > 3, description="services have connected again"
+            )
             assert kill_connections(stack) >= 3
             load.wait_for_more(60)
 

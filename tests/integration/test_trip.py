@@ -68,10 +68,14 @@ def busy_worker(stack: Stack, spec: str, gate: Path) -> Iterator[str]:
     wait_until(lambda: stack.redis.xlen(batches) == 2, description="a second batch is in flight")
     try:
         yield model
-        last = stack.send(model, body="0", expiration=1)
-        stack.result(model, last)  # then the batcher has read the requests before it
+        wait_until_read(stack, model)
     finally:
         gate.touch()
+
+
+def wait_until_read(stack: Stack, model: str) -> None:
+    """Wait until the batcher has read all requests so far, while the model's worker is busy."""
+    stack.result(model, stack.send(model, body="0", expiration=1))  # it is read after them
 
 
 @contextmanager
@@ -236,14 +240,17 @@ def test_changed_registration_takes_effect_while_running(shared: Stack, gate: Pa
         changes = [event for event in shared.events("settings changed") if event["model"] == "Single"]
         return bool(changes) and changes[-1].get("default_expiration_ms") == value
 
-    with busy_worker(shared, "plain.py:Single", gate) as model:
-        shared.send(model, correlation_id=f"{prefix}-before", body="0")
-        shared.redis.hset(key, "default_expiration_ms", 100)
-        wait_until(lambda: is_changed_to("100"), description="the batcher has read the change")
-        shared.send(model, correlation_id=f"{prefix}-after", body="0")
-        assert shared.result(model, f"{prefix}-after")["status"] == "DEADLINE_EXCEEDED"
-    assert shared.result(model, f"{prefix}-before")["status"] == "OK"
-    shared.redis.hdel(key, "default_expiration_ms")
+    try:
+        with busy_worker(shared, "plain.py:Single", gate) as model:
+            shared.send(model, correlation_id=f"{prefix}-before", body="0")
+            wait_until_read(shared, model)
+            shared.redis.hset(key, "default_expiration_ms", 100)
+            wait_until(lambda: is_changed_to("100"), description="the batcher has read the change")
+            shared.send(model, correlation_id=f"{prefix}-after", body="0")
+            assert shared.result(model, f"{prefix}-after")["status"] == "DEADLINE_EXCEEDED"
+        assert shared.result(model, f"{prefix}-before")["status"] == "OK"
+    finally:
+        shared.redis.hdel(key, "default_expiration_ms")
     wait_until(lambda: is_changed_to("none"), description="the batcher has read that the change was undone")
 
 
