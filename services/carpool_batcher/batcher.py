@@ -70,7 +70,7 @@ from carpool_batcher.policies import Policies
 from carpool_batcher.refusal_parts import divide
 
 REPORT_INTERVAL_US: Final = 1_000_000
-REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
+REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it, as when its memory is full
 IDLE_AFTER_US: Final = 3_000_000  # without anything to do
 BODIES_RENEWED_US: Final = 60_000_000  # how often stored bodies are renewed
 BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the stream is read first

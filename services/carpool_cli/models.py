@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from pydantic import Field
@@ -151,9 +150,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
     snapshot = take_snapshot(link, keys, clock)
     arrival_us = directory.oldest_arrival_us(keys.model)
     batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
-    dropped: dict[str, int] = {}
-    with suppress(CommandError):  # an ACL file older than this count forbids to read it
-        dropped = DeadLetters(link, keys).dropped()
+    dropped = DeadLetters(link, keys).dropped()
     report = BatcherReport.decode(link.call("GET", keys.report) or b"") if batcher else None
     overrides = {} if report and report.unheeded else snapshot.config  # which the batcher rejects
     size = {**snapshot.registration, **overrides}.get("max_batch_size", "")
@@ -189,9 +186,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
 
 def read_differing(link: Link, keys: Keys) -> Mapping[str, Mapping[str, int]]:
     """What the living workers of a model declare differently: how many declare which value."""
-    with suppress(CommandError):  # an ACL file that is older than this
-        return differing(list(Declarations(link, keys).read().by_worker.values()))
-    return {}
+    return differing(list(Declarations(link, keys).read().by_worker.values()))
 
 
 def describe_workers(model: str, found: Mapping[str, Mapping[str, int]]) -> str:
@@ -203,9 +198,7 @@ def describe_workers(model: str, found: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def _is_loading(link: Link, keys: Keys) -> bool:
-    with suppress(CommandError):  # an ACL file that is older than this
-        return bool(link.call("EXISTS", keys.loading))
-    return False
+    return bool(link.call("EXISTS", keys.loading))
 
 
 def describe_unregistered(model: str, registered: Sequence[str]) -> str:

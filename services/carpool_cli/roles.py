@@ -170,7 +170,6 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
             "progress",
         ),
-        Grant("answer.lua of older versions, which counts starts itself", "hincrby", "progress"),
         *_CHANGE_SEQUENCES,
         *_DELIVER,
     ),

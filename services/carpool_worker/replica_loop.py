@@ -65,7 +65,7 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self.consumer = consumer
         self.can_be_revived = True  # under this name, after its lease ran out
         self.is_member = True
-        # Live ones of this model, in all workers, as of the last heartbeat; 0: unknown.
+        # Live ones of this model, in all workers, as of the last heartbeat; 0 before it.
         self.model_processes = 0
         self.process = process
         self._codec = codec

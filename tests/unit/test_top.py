@@ -318,7 +318,6 @@ def test_page_names_what_is_unusual() -> None:
     assert "  withheld results  1, until the results before them are delivered" in drawn([withheld], 100)
     rejected = figures("a", None, sample(replace(report(5), unheeded="policy: unknown")))
     assert "  settings          rejected: policy: unknown" in drawn([rejected], 100)
-    assert not any(line.startswith("  policy") for line in drawn([rejected], 100)), "of an older version"
     assert "`carpool up square` serves one" in drawn([], 100)[2]
 
 

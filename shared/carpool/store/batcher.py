@@ -33,6 +33,7 @@ from carpool.model_settings import RESULT_BYTES_DEFAULT
 from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
+from carpool.store.directory import no_errors
 from carpool.store.reader import ENTRIES_MAX, READ_BYTES, mean_bytes
 from carpool.store.results import (
     DELIVER_IN_ORDER,
@@ -396,13 +397,10 @@ class BatcherStore:
         return changes
 
     def renew_bodies(self, names: Sequence[str]) -> None:
-        """Let these stored bodies expire BODY_TTL_MS from now.
-
-        An ACL file older than stored bodies forbids it. Then they expire as their producers said.
-        """
+        """Let these stored bodies expire BODY_TTL_MS from now."""
         for start in range(0, len(names), RENEWALS_MAX):
             keys = map(self.keys.body, names[start : start + RENEWALS_MAX])
-            self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys])
+            no_errors(self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys]))
 
     def answer_in_flight(
         self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int

@@ -85,7 +85,7 @@ class Loaded(NamedTuple):
 
 class Renewal(NamedTuple):
     """What a renewal found: whether the model is still registered, whether the process's lease had not run
-    out before, how many model processes of all workers are live (0: unknown), and the IDs of lost batches."""
+    out before, how many model processes of all workers are live, and the IDs of lost batches."""
 
     is_registered: bool
     had_lease: bool
@@ -111,13 +111,12 @@ class WorkerStore:
     def register(self, registration: Mapping[str, Argument]) -> None:
         """Write the registration of the model; only workers do.
 
-        What a model of this name declared before, and this one does not, is removed. An ACL file older than
-        this forbids it: then it stays.
+        What a model of this name declared before, and this one does not, is removed.
         """
         fields = [part for pair in registration.items() for part in pair]
         undeclared = [name for name in OPTIONAL_FIELDS if name not in registration]
         if undeclared:
-            self._link.call_many(("HDEL", self.keys.registration, *undeclared))
+            self._link.call("HDEL", self.keys.registration, *undeclared)
         replies = self._link.call_many(
             ("HSET", self.keys.registration, *fields),
             ("XGROUP", "CREATE", self.keys.batches, WORKERS_GROUP, "0", "MKSTREAM"),

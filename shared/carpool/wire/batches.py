@@ -165,7 +165,7 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         int(size),
         int(raw.get(b"compute_us", b"0")),
         int(raw.get(b"settled_us", b"0")),
-        int(raw.get(b"executed", size)),  # a worker of an earlier version does not tell
+        int(raw.get(b"executed", b"0")),
         int(raw.get(b"waited_us", b"0")),
         Streamed(*map(int, streamed.split())) if streamed else None,
         tuple(raw.get(b"broken", b"").decode().split()),

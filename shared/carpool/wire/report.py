@@ -68,7 +68,7 @@ class BatcherReport:
     quantiles_us: tuple[int, int] | None  # p50 and p99 of the latency over the last 10 to 20 s
     unheeded: str = ""  # why the settings in Redis are not in effect; empty if they are
     policies: tuple[str, ...] = ()  # custom policies that this batcher has loaded
-    policy: str = ""  # the policy in force; empty in a report of a version that does not say it
+    policy: str = ""  # the policy in force
     ways_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
     missed: dict[str, int] = field(default_factory=dict)  # requests that missed their deadlines, by cause
     stepping: SteppingReport | None = None  # None: it is not a stepping model
