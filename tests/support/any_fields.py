@@ -33,7 +33,7 @@ class Batcher:
 
     def __init__(self, model_settings: ModelSettings, kind: ModelKind) -> None:
         self.settings, self.kind = model_settings, kind
-        self.now_ms = START_MS
+        self.now_us = START_MS * MS
         self.stream: dict[str, list[bytes]] = {}
         self.numbers = count(1)
         self.in_flight: dict[str, list[Request]] = {}  # by batch; those without an answer
@@ -44,12 +44,8 @@ class Batcher:
         self.scheduler.follow_processes(PROCESSES)
         self.table: dict[str, Entry] = {}
 
-    @property
-    def now_us(self) -> int:
-        return self.now_ms * MS
-
     def new_id(self) -> str:
-        return f"{self.now_ms}-{next(self.numbers)}"
+        return f"{self.now_us // MS}-{next(self.numbers)}"
 
     # --- what happens --------------------------------------------------------------------------------------
 
@@ -103,7 +99,7 @@ class Batcher:
             del self.in_flight[batch_id]
 
     def pass_by(self, milliseconds: int) -> None:
-        self.now_ms += milliseconds
+        self.now_us += milliseconds * MS
         self.turn()
 
     def turn(self) -> None:
@@ -136,7 +132,11 @@ class Batcher:
             batch_id = f"{next(self.numbers)}"
             self.scheduler.launch(batch_id, dispatch, self.now_us)
             self.in_flight[batch_id] = [request for run in dispatch.runs for request in requests_of(run)]
+            self.launched(batch_id, dispatch)
         self.remove(self.checked(self.scheduler.take_duplicates(runs, copies, self.now_us)))
+
+    def launched(self, batch_id: str, dispatch: Dispatch) -> None:
+        """This batch is in flight now."""
 
     def answer_in_flight(self, batch_id: str, run: Run) -> None:
         answered = requests_of(run)
@@ -206,7 +206,7 @@ class Batcher:
             if wake_us is None and not self.scheduler.in_flight():
                 break
             if wake_us is not None:
-                self.now_ms = max(self.now_ms, -(-wake_us // MS))
+                self.now_us = max(self.now_us, wake_us)
         queue = self.scheduler._queue
         assert not self.scheduler.in_flight() and not self.in_flight
         assert (self.scheduler.waiting, self.scheduler.waiting_bytes) == (0, 0)
