@@ -51,7 +51,7 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     def record() -> None:
         meter.dispatched(batches, scheduler, 5_000)
         meter.settled(in_flight, 7_000)
-        scheduler.capacity.ways.observe_delivery(300)
+        scheduler.capacity.transit.observe_delivery(300)
         missed.settled(event, in_flight, 7_000)
 
     return record, metrics

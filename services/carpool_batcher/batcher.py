@@ -341,7 +341,7 @@ class ModelBatcher:
                     settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
                     settled.append(Settled(event, batch, settled_us))
                     if is_awaited:
-                        scheduler.capacity.ways.observe_delivery(now_us - settled_us)
+                        scheduler.capacity.transit.observe_delivery(now_us - settled_us)
                     self._count_missed(session.missed.settled(event, batch, settled_us))
                     scheduler.settle(
                         event.batch_id,

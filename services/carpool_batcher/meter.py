@@ -28,7 +28,7 @@ from carpool_batcher.chunk_count import ChunkCount
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_batcher.core.ways import RecentTimes
+from carpool_batcher.core.transit import RecentTimes
 from carpool_batcher.recent_latency import RecentLatency, count_equal
 from carpool_batcher.sequence_meter import SequenceMeter, SequenceMetrics
 
@@ -244,7 +244,7 @@ class Meter:
             rejected_settings,
             tuple(policies),
             scheduler.settings.policy,
-            (scheduler.capacity.ways.usual_us, scheduler.capacity.ways.at_most_us),
+            (scheduler.capacity.transit.usual_us, scheduler.capacity.transit.at_most_us),
             missed=_increase(before.missed, totals.missed),
             stepping=self._stepping_report(scheduler, now_us),
             delays_us=(self._reading.median_us, self._waking.median_us),

@@ -331,7 +331,7 @@ class Recorded(Batcher):
     # --- workers -------------------------------------------------------------------------------------------
 
     def launched(self, batch_id: str, dispatch: Dispatch) -> None:
-        self.scheduler.capacity.ways.observe_delivery(TRANSIT_US + self._choice.randint(0, 200))
+        self.scheduler.capacity.transit.observe_delivery(TRANSIT_US + self._choice.randint(0, 200))
         if self._choice.random() < self._scenario.lost:
             self._at(self.now_us - START_US + 50_000, lambda: self._lose(batch_id))
             return
@@ -400,25 +400,26 @@ class Noting(Scheduler):
         return decisions
 
     def offer(self, run: Run, now_us: int) -> list[Refusal]:
-        return self._noted(super().offer(run, now_us))
+        return self._all(super().offer(run, now_us))
 
     def take_duplicates(self, dispatched: Sequence[Run], copies: Sequence[Run], now_us: int) -> list[Refusal]:
-        return self._noted(super().take_duplicates(dispatched, copies, now_us))
+        return self._all(super().take_duplicates(dispatched, copies, now_us))
 
     def end_sequences(self, sequence_ids: Any, place: str) -> list[Refusal]:
-        return self._noted(super().end_sequences(sequence_ids, place))
+        return self._all(super().end_sequences(sequence_ids, place))
 
     def carry_out_withdrawals(self, now_us: int) -> Any:
         withdrawn = super().carry_out_withdrawals(now_us)
-        self._noted(withdrawn.refusals)
+        self._all(withdrawn.refusals)
         for batch_id, first, run in withdrawn.cancelled:
             self._note(f"cancel {batch_id} {first} {_names(run)}")
         return withdrawn
 
-    def _noted(self, refusals: Any) -> Any:
-        for refused in refusals:
+    def _all(self, refusals: Iterable[Refusal]) -> list[Refusal]:
+        noted = list(refusals)
+        for refused in noted:
             self._note(text_of(refused))
-        return refusals
+        return noted
 
 
 def text_of(decision: Decision) -> str:

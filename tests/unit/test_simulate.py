@@ -102,7 +102,7 @@ def test_where_the_round_trip_is_from_is_said() -> None:
         {},
         (),
         None,
-        ways_us=(800, 1200),
+        transit_us=(800, 1200),
         delays_us=(600, 90),
     )
     assert round_trip(plain, None).startswith(

@@ -17,8 +17,9 @@ If batches take less time than that, two full ones are dispatched ahead of a pro
 the first, and not for the batcher to learn that a batch settled. What such a batch then waits is part of its
 time: it settles as if it had been dispatched one usual round trip before its process becomes free.
 
-A deadline is met when the producer has the result: both ways are in `core.ways`. For deadlines they count as
-nine of ten are, as the longest ones, or as usual (`core.deferred` says when); otherwise as their medians.
+A deadline is met when the producer has the result, after its transit (`core.transit`). For deadlines that
+counts as nine of ten are, as the longest ones, or as usual (`core.deferred` says when); otherwise as the
+median.
 
 Processes that start batches together also finish them together. A request that arrives just after that
 would wait for nearly all of l(n), however many processes there are. Therefore, when load is too high for
@@ -46,7 +47,7 @@ from carpool_batcher.core.batch_space import NO_LIMIT
 from carpool_batcher.core.executed_share import ExecutionTimes
 from carpool_batcher.core.lane_latency import LaneLatencies
 from carpool_batcher.core.latency import LatencyModel
-from carpool_batcher.core.ways import Ways
+from carpool_batcher.core.transit import Transit
 
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
@@ -96,7 +97,7 @@ class Capacity:
         self._reserved: deque[int] = deque()  # the cost of each reserved batch
         self._executing: list[tuple[int, str]] = []  # (expected to settle, batch ID), soonest first
         self._ahead: deque[str] = deque()
-        self.ways = Ways()
+        self.transit = Transit()
         self._mean_size = 0.0
         self._spacing_ends_us = 0
 
@@ -168,7 +169,7 @@ class Capacity:
             if batch.planned:
                 self._latencies.observe_share(batch.lane, batch.planned, min(size, batch.planned))
             round_trip_us = turnaround_us - execution_us - waited_us
-            self.ways.observe_round_trip(batch.size, round_trip_us, batch.dispatched_us, settled_us)
+            self.transit.observe_round_trip(batch.size, round_trip_us, batch.dispatched_us, settled_us)
         self.forget(batch_id, settled_us)
 
     def forget(self, batch_id: str, now_us: int) -> None:
@@ -300,12 +301,12 @@ class Capacity:
     @property
     def round_trip_us(self) -> int:
         """The median time from dispatch to settled, less the execution."""
-        return self.ways.round_trips.median_us
+        return self.transit.round_trips.median_us
 
     @property
     def lead_us(self) -> int:
         """How long before a batch settles the next one is dispatched to its process."""
-        return self.ways.round_trips.at_most_us
+        return self.transit.round_trips.at_most_us
 
     @property
     def latency(self) -> LatencyModel:

@@ -236,9 +236,9 @@ class Dispatcher:
 
     def _forecast(self, lane: Lane, settings: ModelSettings) -> Forecast:
         """What is known of a lane's batches, without when processes are free."""
-        ways = self._capacity.ways.by_size
+        transit = self._capacity.transit.by_size
         times = self._capacity.times_of(lane.label)
-        return Forecast(times, settings.max_batch_size, ways, ways.at_most_us)
+        return Forecast(times, settings.max_batch_size, transit, transit.at_most_us)
 
     # --- forming a batch -----------------------------------------------------------------------------------
 

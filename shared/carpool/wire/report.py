@@ -69,7 +69,7 @@ class BatcherReport:
     unheeded: str = ""  # why the settings in Redis are not in effect; empty if they are
     policies: tuple[str, ...] = ()  # custom policies that this batcher has loaded
     policy: str = ""  # the policy in force
-    ways_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
+    transit_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
     missed: dict[str, int] = field(default_factory=dict)  # requests that missed their deadlines, by cause
     stepping: SteppingReport | None = None  # None: it is not a stepping model
     # How long it takes half of the requests from their arrival until the batcher has read them, where it does

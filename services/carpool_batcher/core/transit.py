@@ -1,4 +1,4 @@
-"""How long batches are on their ways, to a worker and back to the producer, by the size of the batch.
+"""How long batches are in transit, to a worker and back to the producer, by the size of the batch.
 
 The round trip is the time from dispatch to settled, less the execution. What comes after the settling is not
 known, but the batcher learns of batches that settle over the same way: the delivery is how long that takes.
@@ -9,7 +9,7 @@ the magnitude of the size. Those of one with too few are taken to be those of th
 enough, and large batches are never taken to be faster than small ones. A magnitude that did not occur for
 long is forgotten: if it was slow while the machine was, it might be avoided for ever.
 
-If the ways were long for a moment, no request may seem to be in time any more. Then only trials are executed
+If transit was long for a moment, no request may seem to be in time any more. Then only trials are executed
 (`core.lane_latency`), ten in a second, and it would take seconds until they outnumber what was learned. So if
 two batches in turn, each dispatched after a pause, take less than half of what is usual for their magnitude,
 all is learned anew.
@@ -25,7 +25,9 @@ from typing import Final, NamedTuple
 
 TIMES_MAX: Final = 64  # kept of each kind
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
-LONGEST_WAYS_RATIO_MAX: Final = 2  # of the longest ways that count, to those that nine of ten do not exceed
+LONGEST_TRANSIT_RATIO_MAX: Final = (
+    2  # of the longest transit that counts, to that which nine of ten do not exceed
+)
 FORGOTTEN_AFTER_BATCHES: Final = 1000  # of other magnitudes
 PAUSE_US: Final = 50_000  # without a batch that settles, after which what was learned may be outdated
 OUTDATED_RATIO_MIN: Final = 2  # of the usual round trip to that of a batch after a pause
@@ -73,8 +75,8 @@ class RecentTimes:
         return ordered_us[int(quantile * (len(ordered_us) - 1))]
 
 
-class WaysBySize(NamedTuple):
-    """Both ways together (us) of a batch of each magnitude: what half of the batches do not exceed, what
+class TransitBySize(NamedTuple):
+    """Both parts together (us) of a batch of each magnitude: what half of the batches do not exceed, what
     nine of ten do not, and what hardly any does."""
 
     usual_us: Sequence[int]
@@ -82,8 +84,8 @@ class WaysBySize(NamedTuple):
     longest_us: Sequence[int]
 
 
-class Ways:
-    """What was learned of ways. See the module."""
+class Transit:
+    """What was learned of transit. See the module."""
 
     def __init__(self) -> None:
         self._settled_us = 0  # when the last batch did
@@ -96,7 +98,7 @@ class Ways:
         self._latest = [0] * MAGNITUDES  # the number of the latest batch of each, counted over all
         self._batches = 0
         self._quick_after_pauses = 0  # batches in turn
-        self._by_size: WaysBySize | None = None  # None: to be computed again
+        self._by_size: TransitBySize | None = None  # None: to be computed again
 
     def observe_round_trip(self, size: int, round_trip_us: int, dispatched_us: int, settled_us: int) -> None:
         """A batch of `size` took this long from dispatch to settled, without the execution. Both times show
@@ -137,13 +139,13 @@ class Ways:
         return self.round_trips.at_most_us + self.deliveries.at_most_us
 
     @property
-    def by_size(self) -> WaysBySize:
+    def by_size(self) -> TransitBySize:
         """Round trip and delivery together. Accidents, such as a pause of the machine, do not count."""
         if self._by_size is None:
             self._by_size = self._computed()
         return self._by_size
 
-    def _computed(self) -> WaysBySize:
+    def _computed(self) -> TransitBySize:
         known = [times for times in self._of_magnitudes if times.are_enough]
         chosen = known[0] if known else self.round_trips
         of_each: list[RecentTimes] = []
@@ -154,5 +156,5 @@ class Ways:
         usual_us = [*accumulate([times.median_us + deliveries.median_us for times in of_each], max)]
         at_most_us = [*accumulate([times.at_most_us + deliveries.at_most_us for times in of_each], max)]
         longest_us = accumulate([times.longest_us + deliveries.longest_us for times in of_each], max)
-        limits_us = [LONGEST_WAYS_RATIO_MAX * ways_us for ways_us in at_most_us]
-        return WaysBySize(usual_us, at_most_us, [*map(min, longest_us, limits_us)])
+        limits_us = [LONGEST_TRANSIT_RATIO_MAX * transit_us for transit_us in at_most_us]
+        return TransitBySize(usual_us, at_most_us, [*map(min, longest_us, limits_us)])
