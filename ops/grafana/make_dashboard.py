@@ -223,7 +223,7 @@ ROWS: Final[dict[str, list[Panel]]] = {
                 "waiting {{model}}": "sum by (model) (carpool_waiting_requests{M})",
                 "delayed {{model}}": "sum by (model) (carpool_delayed_requests{M})",
                 "in flight {{model}}": "sum by (model) (carpool_in_flight_requests{M})",
-                "withheld {{model}}": "sum by (model) (carpool_held_results{M})",
+                "withheld {{model}}": "sum by (model) (carpool_withheld_results{M})",
             },
             width=6,
         ),

@@ -39,7 +39,7 @@ _GAUGES: Final = {  # in the order of wire.report.Gauges
     "carpool_in_flight_batches": "Batches dispatched and not settled",
     "carpool_in_flight_requests": "Requests in batches that are dispatched and not settled",
     "carpool_model_processes": "Model processes with a valid lease",
-    "carpool_held_results": "Results withheld until earlier ones are delivered (preserve_ordering)",
+    "carpool_withheld_results": "Results withheld until earlier ones are delivered (preserve_ordering)",
     "carpool_delayed_requests": "Waiting requests that must not be dispatched yet (not_before)",
 }
 _IN_FLIGHT: Final = "in_flight"

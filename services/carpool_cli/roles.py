@@ -37,7 +37,7 @@ _DELIVER: Final = (
     Grant("deliver.lua: a result to the list that its producer reads", "rpush pexpire", "result"),
     Grant("deliver.lua: results to a reply stream", "xadd pexpire", "replies"),
     Grant("order.lua: the ticket of the next result", "lindex lpop", "order"),
-    Grant("order.lua, tickets.lua: withheld results", "hget hdel hsetnx", "held"),
+    Grant("order.lua, tickets.lua: withheld results", "hget hdel hsetnx", "tickets"),
 )
 # Only a worker reads a state. To write one, sequence.lua looks at what is known about the sequence.
 _CHANGE_SEQUENCES: Final = (
@@ -102,7 +102,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant(
             "the scripts lease, report, admit, dispatch, refuse, answer, release, missing",
             "evalsha eval",
-            "batcher report requests batches progress order held result replies body sequence sequences "
+            "batcher report requests batches progress order tickets result replies body sequence sequences "
             "inbox workers",
         ),
         Grant("list the sequences that are kept when it takes over", "zrange", "sequences"),
@@ -137,7 +137,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "the scripts join, leave, renew, reclaim, assign, answer, commit, release, step, hand_over, "
             "drain, bound_dead",
             "evalsha eval",
-            "workers batches settled registration config progress dead dead_dropped order held result "
+            "workers batches settled registration config progress dead dead_dropped order tickets result "
             "replies body sequence sequences draining",
         ),
         Grant("join, leave, renew.lua: leases", "zadd zrem zscore zcount zremrangebyscore", "workers"),
@@ -191,7 +191,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "remove its keys, and what remains of its requests and sequences",
             "del",
             "registration config requests batches settled dead dead_dropped workers "
-            "order held result replies body progress sequence sequences inbox draining declared",
+            "order tickets result replies body progress sequence sequences inbox draining declared",
         ),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
@@ -231,7 +231,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "inbox": keys.inbox("*"),
         "draining": keys.draining,
         "order": keys.order,
-        "held": keys.held,
+        "tickets": keys.tickets,
     }
     of_all_models = {name: key.replace("{M}", "{*}") for name, key in of_one_model.items()}
     return {"models": models_key(keys.prefix), "loading_models": loading_key(keys.prefix), **of_all_models}

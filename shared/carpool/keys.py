@@ -119,9 +119,9 @@ class Keys:
         return self._of("order")
 
     @property
-    def held(self) -> str:
+    def tickets(self) -> str:
         """Hash: for ranges of these tickets where their requests were put back, or the withheld results."""
-        return self._of("held")
+        return self._of("tickets")
 
     def result(self, correlation_id: str) -> str:
         """List that expires: the result of one request that named no `reply_to`."""

@@ -201,7 +201,7 @@ def test_a_batcher_that_takes_over_holds_few_refusals(
         "sequence_start": 1,
         "sequence_place": place,
     }
-    put_back = {"arrival": first_id.partition(b"-")[0], "requests": msgpack.packb([start]), "slots": ""}
+    put_back = {"arrival": first_id.partition(b"-")[0], "requests": msgpack.packb([start]), "tickets": ""}
     bench.link.call("XADD", KEYS.requests, "*", *flat_of(put_back))
     bench.run_until(
         lambda: bench.waiting() == 2 and bench.link.call("XLEN", KEYS.requests) == 2,

@@ -63,7 +63,7 @@ class Waiting:
 
     def tickets(self) -> dict[str, str]:
         """What is known of the tickets."""
-        flat = [part.decode() for part in self.link.call("HGETALL", self.keys.held)]
+        flat = [part.decode() for part in self.link.call("HGETALL", self.keys.tickets)]
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
 

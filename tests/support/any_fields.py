@@ -167,7 +167,7 @@ class Batcher:
             self.table[entry.id] = entry
             arrival = b"%d" % (entry.arrival_us // 1000)
             self.stream[entry.id] = [b"arrival", arrival, b"requests", encode_runs(entry.runs)]
-            self.stream[entry.id] += [b"slots", tickets_of(entry.runs).encode()]
+            self.stream[entry.id] += [b"tickets", tickets_of(entry.runs).encode()]
 
     def empty(self, entry: Entry) -> None:
         del self.table[entry.id], self.stream[entry.id]
@@ -259,7 +259,7 @@ VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "body_key": ("k", "l", "/"),
     "body_bytes": ("1", "16", "x"),
     "arrival": ("0", "1", str(START_MS - 5000), str(START_MS + 10), "99999999999999999999", "9" * 5000, "x"),
-    "slots": ("1-1:0+1", "1-1:0+1 2-1:3+1", f"{START_MS}-1:0+2", "x"),
+    "tickets": ("1-1:0+1", "1-1:0+1 2-1:3+1", f"{START_MS}-1:0+2", "x"),
     "sequence_id": ("s", "t", "/"),
     "sequence_start": ("0", "1"),
     "sequence_end": ("0", "1"),

@@ -51,7 +51,7 @@ _SETTINGS: Final = (
     ModelSettings(max_body_bytes=16, default_expiration_ms=5, unknown_fields="refuse"),
 )
 _NAMES: Final = sorted(
-    CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"tenant", "traceparent", "slots", "x"}
+    CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"tenant", "traceparent", "tickets", "x"}
 )
 _SCALARS: Final = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=4),

@@ -189,7 +189,7 @@ def test_numbers_of_numpy_are_numbers(five: Any) -> None:
     assert checked_timeout_s(endless) is None
 
 
-OWN_FIELDS: Final = CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"slots"}
+OWN_FIELDS: Final = CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"tickets"}
 
 
 @pytest.mark.parametrize("name", sorted(OWN_FIELDS - {"priority", "lane", "cost"}))

@@ -150,7 +150,7 @@ def test_json_keys_are_stable() -> None:
     (model,) = json.loads(as_json([figures("square", None, sample(report(1)))]))["models"]
     assert list(model) == [
         *("model", "batcher", "model_processes", "waiting", "oldest_s", "batches_in_flight"),
-        *("requests_in_flight", "held", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
+        *("requests_in_flight", "withheld", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
         *("p50_ms", "p99_ms", "learned", "refused", "batches", "requests", "active_s", "unheeded"),
         *("policy", "missed", "stepping", "sequences", "failed", "last_error", "last_error_s", "dead"),
         "loading",
@@ -314,7 +314,7 @@ def test_page_names_what_is_unusual() -> None:
     assert "  dispatch reasons  no batch in 5.0 s" in lines
     assert "  batcher  one is active, but its report is missing or of another version" in lines
     assert not any("withheld" in line for line in lines)
-    withheld = figures("a", None, sample(replace(report(5), gauges=BUSY._replace(held=1))))
+    withheld = figures("a", None, sample(replace(report(5), gauges=BUSY._replace(withheld=1))))
     assert "  withheld results  1, until the results before them are delivered" in drawn([withheld], 100)
     rejected = figures("a", None, sample(replace(report(5), unheeded="policy: unknown")))
     assert "  settings          rejected: policy: unknown" in drawn([rejected], 100)

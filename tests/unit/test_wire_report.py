@@ -54,7 +54,7 @@ def test_report_names_its_gauges() -> None:
         "batches_in_flight": 1,
         "requests_in_flight": 2,
         "model_processes": 1,
-        "held": 0,
+        "withheld": 0,
         "delayed": 0,
     }
 
@@ -85,7 +85,7 @@ def test_fields_added_later_have_defaults_and_unknown_ones_are_ignored() -> None
     fields = json.loads(REPORT.encode()) | {"of a later version": 1}
     for name in ("unheeded", "policies", "policy", "missed", "stepping", "sequences"):
         del fields[name]
-    del fields["gauges"]["held"]
+    del fields["gauges"]["withheld"]
     assert BatcherReport.decode(json.dumps(fields).encode()) == REPORT
 
 

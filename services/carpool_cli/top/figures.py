@@ -73,7 +73,7 @@ class Figures(NamedTuple):
     oldest_s: float | None
     batches_in_flight: int
     requests_in_flight: int | None = None
-    held: int = 0  # withheld results
+    withheld: int = 0  # results
     over_s: float | None = None  # the time that rates, fill and shares cover
     requests_per_s: float | None = None
     batches_per_s: float | None = None
@@ -136,7 +136,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         oldest_s=gauges.oldest_s if gauges.waiting else None,
         batches_in_flight=gauges.batches_in_flight,
         requests_in_flight=gauges.requests_in_flight,
-        held=gauges.held,
+        withheld=gauges.withheld,
         over_s=over_s,
         requests_per_s=_per_s(report.requests - base.requests, over_s),
         batches_per_s=_per_s(batches, over_s),

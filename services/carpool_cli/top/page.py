@@ -224,8 +224,8 @@ def _of_batches(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield "policy", [f"{model.policy}, not that of the settings" if model.unheeded else model.policy]
     if model.over_s is not None:
         yield "dispatch reasons", _reasons(model)
-    if model.held:
-        yield "withheld results", [f"{model.held:,}, until the results before them are delivered"]
+    if model.withheld:
+        yield "withheld results", [f"{model.withheld:,}, until the results before them are delivered"]
     if model.learned:
         yield "latency model", _latency_model(model.learned)
 

@@ -211,7 +211,7 @@ class BatcherStore:
         Those of the `claimants`, which were put back, are in it already: only verify that. Any producer may
         claim thousands in each of its entries: so a script verifies about CLAIMED_RANGES_MAX of them.
         """
-        order, forged = [self.keys.order, self.keys.held], []
+        order, forged = [self.keys.order, self.keys.tickets], []
         tickets = 0
         for at, together in enumerate(_claims_together(claimants)):
             claims = [[entry.id, *list_args(list(map(str, ranges)))] for entry, ranges in together]
@@ -258,7 +258,7 @@ class BatcherStore:
         remaining = {entry: parts for entry in indexes if (parts := _parts_to_put_back(entry, decided))}
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         keys = self.keys
-        script_keys = ScriptKeys(keys.requests, keys.batches, keys.held, keys.order)
+        script_keys = ScriptKeys(keys.requests, keys.batches, keys.tickets, keys.order)
         only_active_as = self.name if self.has_sequences else ""
         if only_active_as:
             script_keys.keys += [keys.batcher, keys.workers]
@@ -359,7 +359,7 @@ class BatcherStore:
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
             by_entry.setdefault(refusal.entry, []).append(refusal)
-        script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.held)
+        script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.tickets)
         if self.name:
             script_keys.keys.append(self.keys.batcher)
         remaining: list[list[list[Run]]] = []

@@ -138,7 +138,7 @@ def answer_ahead(
     Returns the positions that were written: the others had been answered. Raises FencedError if `owner` does
     not own the batch any more, and, without an owner, SettledError.
     """
-    script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.held)
+    script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.tickets)
     args: list[Argument] = ["batcher", batch_id, "", ""] if owner is None else ["worker", batch_id, *owner]
     args += [result_ttl_ms, PROGRESS_TTL_MS, *(starting or ("", ""))]
     args += group_list_args(
@@ -162,7 +162,7 @@ def release(link: Link, keys: Keys, *, free_lost: bool = False) -> FirstTicket |
     """
     streams = [keys.requests, keys.batches] if free_lost else []
     while True:
-        outcome, *first = link.run(RELEASE, [keys.order, keys.held, *streams], [])
+        outcome, *first = link.run(RELEASE, [keys.order, keys.tickets, *streams], [])
         if outcome == b"EMPTY":
             return None
         if outcome == b"FIRST":

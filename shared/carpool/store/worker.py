@@ -101,7 +101,7 @@ class WorkerStore:
         self.keys = keys
         self.clock = clock or RedisClock()
         self._batches = keys.batches
-        self._commit_keys = (keys.batches, keys.settled), (keys.dead, keys.order, keys.held)
+        self._commit_keys = (keys.batches, keys.settled), (keys.dead, keys.order, keys.tickets)
 
     @property
     def declarations(self) -> Declarations:

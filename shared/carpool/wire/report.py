@@ -22,7 +22,7 @@ class Gauges(NamedTuple):
     batches_in_flight: int
     requests_in_flight: int
     model_processes: int
-    held: int = 0  # withheld results (`preserve_ordering`)
+    withheld: int = 0  # results (`preserve_ordering`)
     delayed: int = 0  # of those waiting, the ones that must not be dispatched yet (`not_before`)
 
 
