@@ -333,7 +333,7 @@ def _sequences_report(scheduler: Scheduler) -> SequencesReport | None:
     if not scheduler.kind.has_sequences:
         return None
     slots = scheduler.processes.slots if scheduler.kind is ModelKind.BOUND else None
-    return SequencesReport(*scheduler.sequences.counts(), slots)
+    return SequencesReport(*scheduler.sequences.census(), slots)
 
 
 def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

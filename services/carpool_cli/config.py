@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
         directory.close()
     doubts = ModelSettings.from_mapping({name: of.value for name, of in effective.items()}).doubts()
     notes = [note for note in (*doubts, workers, describe_policy(policy, report)) if note]
-    status = 2 if settings.change and report is not None and report.unheeded else 0
+    status = 2 if settings.change and report is not None and report.rejected_settings else 0
     if settings.as_json:
         print(printable_json({name: setting._asdict() for name, setting in effective.items()}))
         for line in notes:
@@ -197,11 +197,11 @@ def verdict(directory: Directory, model: str, policy: str) -> BatcherReport | No
     `policy`, and where it rejected the previous settings. None if no batcher reports in time."""
     overview = directory.overview(model)
     report, changed_us = _read_report(overview), overview.at_us
-    if report is None or (policy in POLICIES and not report.unheeded):
+    if report is None or (policy in POLICIES and not report.rejected_settings):
         return report
     until_s = time.monotonic() + VERDICT_S_MAX
     while report is not None and time.monotonic() < until_s:
-        if report.at_us > changed_us and (report.unheeded or report.policy == policy):
+        if report.at_us > changed_us and (report.rejected_settings or report.policy == policy):
             return report
         time.sleep(_POLL_S)
         report = _read_report(directory.overview(model))
@@ -227,11 +227,11 @@ def describe_policy(policy: str, report: BatcherReport | None) -> str:
             f"No active batcher reports that the policy {policy} is in force. If none runs, start `carpool "
             f"batcher --policies {policy}`."
         )
-    if not report.unheeded:
+    if not report.rejected_settings:
         return ""
     return (
         f"The batcher rejects these settings and serves with others, under the policy {report.policy}: "
-        f"{report.unheeded}"
+        f"{report.rejected_settings}"
     )
 
 

@@ -81,7 +81,7 @@ class ModelState(NamedTuple):
     dead_dropped: int
     max_batch_size: int | None  # of a stepping model, the slots of each process
     policy: str | None  # the one in force; None if no batcher reports it
-    unheeded: str  # why the batcher rejects the model's settings; empty if it does not
+    rejected_settings: str  # why the batcher rejects the model's settings; empty if it does not
     stepping: SteppingReport | None = None  # None: it is not a stepping model
     sequences: SequencesReport | None = None  # None: it has no sequences, or no batcher reports them
     failed: Mapping[str, int] = {}  # requests that workers answered with errors, by status, as it reports
@@ -152,7 +152,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
     batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
     dropped = DeadLetters(link, keys).dropped()
     report = BatcherReport.decode(link.call("GET", keys.report) or b"") if batcher else None
-    overrides = {} if report and report.unheeded else snapshot.config  # which the batcher rejects
+    overrides = {} if report and report.rejected_settings else snapshot.config  # which the batcher rejects
     size = {**snapshot.registration, **overrides}.get("max_batch_size", "")
     max_batch_size = int(size) if size.isdigit() else None
     stepping = None
@@ -170,7 +170,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         sum(dropped.values()),
         max_batch_size,
         (report and report.policy) or None,
-        report.unheeded if report else "",
+        report.rejected_settings if report else "",
         stepping,
         report.sequences if report else None,
         dict(report.failed) if report else {},
@@ -223,10 +223,10 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
     if stepping:
         screen.print_table(build_table([_STEPPING_HEADINGS, *stepping]))
     for state in states:
-        if state.unheeded:
+        if state.rejected_settings:
             screen.print(
                 f"\nThe batcher rejects the settings of {state.model} and serves it with others: "
-                f"{printable(state.unheeded)}"
+                f"{printable(state.rejected_settings)}"
             )
         if state.differing:
             screen.print(f"\n{describe_workers(state.model, state.differing)}")

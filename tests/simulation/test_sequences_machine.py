@@ -223,7 +223,7 @@ class SequencesMachine(RuleBasedStateMachine):
 
     def is_full(self) -> bool:
         """Whether there is no space: then starts wait, and what stands behind them."""
-        return self.harness.scheduler.sequences.counts().kept >= self.space
+        return self.harness.scheduler.sequences.census().kept >= self.space
 
     def teardown(self) -> None:
         if not hasattr(self, "harness"):

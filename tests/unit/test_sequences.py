@@ -53,7 +53,7 @@ def test_one_request_may_be_a_whole_sequence() -> None:
     harness.send("a1", start=True, end=True)
     assert harness.run() == [["a0"], ["a1"]]
     assert len(harness.scheduler.sequences) == 0
-    assert harness.scheduler.sequences.counts()[2:] == (2, 2, 0)
+    assert harness.scheduler.sequences.census()[2:] == (2, 2, 0)
 
 
 def test_a_start_begins_a_sequence_anew_after_earlier_requests() -> None:
@@ -336,7 +336,7 @@ def test_sequences_wait_to_start_in_the_order_of_arrival() -> None:
         harness.send(f"{name}0", start=True)
         harness.send(f"{name}1", end=True)
     assert harness.poll() == [["a0", "b0"]]
-    assert harness.scheduler.sequences.counts()[:2] == (2, 2)
+    assert harness.scheduler.sequences.census()[:2] == (2, 2)
     harness.settle()
     assert harness.poll() == [["a1", "b1"]]
     harness.settle()
@@ -352,7 +352,7 @@ def test_a_start_that_waits_for_space_keeps_its_deadline() -> None:
     harness.run()
     harness.poll(10)
     assert harness.answers == {"b0": DEADLINE_EXCEEDED, "b1": ABORTED}
-    assert harness.scheduler.sequences.counts()[:2] == (1, 1)
+    assert harness.scheduler.sequences.census()[:2] == (1, 1)
     harness.end_sequences("a")
     assert harness.poll(11) == [["c0"]]
 

@@ -135,8 +135,8 @@ class Sequence:
     started; `first_id` and `last_id` the correlation IDs of the first and the last of them. `head`: the
     request that is in a lane; `taken`: the one that is in flight. At most one of the two is set.
 
-    `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `counts`: it is
-    begun, and neither ended nor broken. `waits_for_space`: its start waits until there is space
+    `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `occupies_space`: it
+    is begun, and neither ended nor broken. `waits_for_space`: its start waits until there is space
     (`core.space`). Of a bound model, `process`: where it has a slot; `is_in_process`: that process knows of
     it, because a request was dispatched.
     """
@@ -144,7 +144,6 @@ class Sequence:
     __slots__ = (
         "_segments_max",
         "broken_at",
-        "counts",
         "first_id",
         "head",
         "is_in_process",
@@ -152,6 +151,7 @@ class Sequence:
         "kept",
         "last_id",
         "next_index",
+        "occupies_space",
         "process",
         "segments",
         "sequence_id",
@@ -170,7 +170,7 @@ class Sequence:
         self.taken: Taken | None = None
         self.is_recorded = False
         self.broken_at = ""
-        self.counts = False
+        self.occupies_space = False
         self.waits_for_space = False
         self.process = ""
         self.is_in_process = False

@@ -6,7 +6,7 @@
    start, are answered ABORTED. Those that stand before it are still served.
 3. A start needs space (`core.space`). If there is none it waits, in the order of arrival. A start of a
    sequence that is begun has its space: earlier requests finish, then it begins anew.
-4. A sequence without a request in a lane or in flight is *still*. After `idle_us` it is ended; if requests
+4. A sequence without a request in a lane or in flight is *idle*. After `idle_us` it is ended; if requests
    wait for an index, or for a start, these are refused. Of broken ones for which nothing waits, no more are
    remembered than may be begun at a time, or BROKEN_MIN: anybody can break any number of names.
 5. A request that was sent twice, as its index shows, is dropped if it has the same correlation ID.
@@ -33,6 +33,7 @@ from carpool.messages import (
     SequencePart,
     SlotFreed,
 )
+from carpool_batcher.core.idle_sequences import IdleSequences
 from carpool_batcher.core.sequence import Segment, Sequence, Taken, part_of, place_of
 from carpool_batcher.core.sequence_refusals import (
     ENDED_BY_FORCE,
@@ -47,7 +48,6 @@ from carpool_batcher.core.sequence_refusals import (
     sent_twice,
 )
 from carpool_batcher.core.space import Space, lane_of_process
-from carpool_batcher.core.still_sequences import StillSequences
 from carpool_batcher.core.waiting_starts import WaitingStarts
 
 REFUSED_AT_ONCE: Final = 256  # requests, or sequences that are looked at, in a piece
@@ -74,7 +74,7 @@ class Decided(NamedTuple):
         return cls([], [], [], [])
 
 
-class SequenceCounts(NamedTuple):
+class SequenceCensus(NamedTuple):
     """`kept`: begun, and neither ended nor broken. The last three are counters."""
 
     kept: int
@@ -112,7 +112,7 @@ class Sequences:
         self._changed: dict[Sequence, None] = {}  # since the last `decide`
         self._breaks: dict[Segment, str] = {}  # after these places requests are aborted
         self._marks: dict[Sequence, list[SequenceChange]] = {}  # breaks that Redis does not know of
-        self._still = StillSequences()
+        self._idle = IdleSequences()
         self._to_start = WaitingStarts()
         self._decided = Decided.nothing()
         # Followers that are to be refused, and how. Their segment has ended, or they are in none any more.
@@ -125,9 +125,9 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def counts(self) -> SequenceCounts:
+    def census(self) -> SequenceCensus:
         """For the report."""
-        return SequenceCounts(self._kept, len(self._to_start), self._started, self._ended, self._broken)
+        return SequenceCensus(self._kept, len(self._to_start), self._started, self._ended, self._broken)
 
     # --- taking over ---------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Sequences:
                 sequence.broken_at = one.broken_at
                 self._unread.append((one.broken_at, _break_known(one, one.broken_at, one.broken)))
             self._loaded[one.sequence_id] = one
-            self._still.add(sequence, one.changed_us, waits=False, is_kept=sequence.kept)
+            self._idle.add(sequence, one.changed_us, waits=False, is_kept=sequence.kept)
 
     def adopt(self, run: Run, process: str = "") -> None:
         """This request is in flight, dispatched by a previous batcher to this process, if it is of a bound
@@ -394,7 +394,7 @@ class Sequences:
             return None
         if self._changed or self._doomed or any(self._decided):
             return 0
-        oldest_us = self._still.oldest_us()
+        oldest_us = self._idle.oldest_us()
         return None if oldest_us is None else oldest_us + self.idle_us
 
     def decide(self, now_us: int) -> Iterator[Decided]:
@@ -403,7 +403,7 @@ class Sequences:
         if self._unread is not None:
             return
         yield from self._follow_events(now_us)
-        if self._end_still(now_us):
+        if self._end_long_idle(now_us):
             yield from self._follow_events(now_us)
         for marks in self._marks.values():
             self._decided.changes.extend(sorted(marks, key=lambda mark: mark.part.place))
@@ -458,18 +458,18 @@ class Sequences:
         self._recount(sequence)
         waits = sequence.current.has_rest
         if sequence.is_busy or sequence.waits_for_space:
-            self._still.discard(sequence)
+            self._idle.discard(sequence)
         elif sequence.is_recorded or waits or sequence.current.broken:
-            self._still.add(sequence, now_us, waits=waits, is_kept=sequence.kept)
+            self._idle.add(sequence, now_us, waits=waits, is_kept=sequence.kept)
         else:
-            self._still.discard(sequence)
+            self._idle.discard(sequence)
             del self._by_id[sequence.sequence_id]
 
     def _recount(self, sequence: Sequence) -> None:
-        counts = sequence.is_busy or sequence.can_go_on
-        self._kept += counts - sequence.counts
-        sequence.counts = counts
-        if not counts:
+        occupies_space = sequence.is_busy or sequence.can_go_on
+        self._kept += occupies_space - sequence.occupies_space
+        sequence.occupies_space = occupies_space
+        if not occupies_space:
             self._leave(sequence)
 
     def _choose_head(self, sequence: Sequence) -> None:
@@ -585,19 +585,19 @@ class Sequences:
         if freed is not None:
             self._decided.freed.append(freed)
 
-    # --- still sequences -----------------------------------------------------------------------------------
+    # --- idle sequences ------------------------------------------------------------------------------------
 
-    def _end_still(self, now_us: int) -> bool:
-        """End the sequences that have been still for `idle_us`, and the oldest broken ones if there are too
+    def _end_long_idle(self, now_us: int) -> bool:
+        """End the sequences that have been idle for `idle_us`, and the oldest broken ones if there are too
         many of them. Whether there were any."""
         ended = False
-        for sequence, waits in self._still.pop_until(now_us - self.idle_us):
+        for sequence, waits in self._idle.pop_until(now_us - self.idle_us):
             ended = True
             if waits:
                 self._refuse_stuck(sequence)
             else:
                 self._end_idle(sequence)
-        for sequence in self._still.pop_broken(max(self.space.begun_max, BROKEN_MIN)):
+        for sequence in self._idle.pop_broken(max(self.space.begun_max, BROKEN_MIN)):
             ended = True
             self._end_idle(sequence)
         return ended
@@ -616,7 +616,7 @@ class Sequences:
         self._changed[sequence] = None
 
     def _end_idle(self, sequence: Sequence) -> None:
-        self._kept -= sequence.counts
+        self._kept -= sequence.occupies_space
         self._leave(sequence)
         self._ended += sequence.kept
         del self._by_id[sequence.sequence_id]

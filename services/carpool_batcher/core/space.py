@@ -32,7 +32,7 @@ class Space:
 
     def is_taken_by(self, sequence: Sequence) -> bool:
         """Whether a sequence has space already, in which it can begin anew."""
-        return sequence.counts
+        return sequence.occupies_space
 
     def must_leave(self, sequence: Sequence) -> bool:
         """Whether a sequence cannot stay in its process: that is gone, or drains before it has the start."""

@@ -66,7 +66,7 @@ class BatcherReport:
     refused: dict[str, int]  # requests refused, or expired in flight, by "STATUS/reason"
     learned: tuple[tuple[int, int], ...]  # of l(n): some sizes, ascending, and the time of each (µs)
     quantiles_us: tuple[int, int] | None  # p50 and p99 of the latency over the last 10 to 20 s
-    unheeded: str = ""  # why the settings in Redis are not in effect; empty if they are
+    rejected_settings: str = ""  # why the settings in Redis are not in effect; empty if they are
     policies: tuple[str, ...] = ()  # custom policies that this batcher has loaded
     policy: str = ""  # the policy in force
     transit_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take

@@ -1,4 +1,4 @@
-"""The sequences that are still: none of their requests is in a lane or in flight."""
+"""The sequences that are idle: none of their requests is in a lane or in flight."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from carpool_batcher.core.sequence import Sequence
 
 
-class StillSequences:
-    """Since when each of them is still, the oldest first, and whether requests of it wait. Those that are
+class IdleSequences:
+    """Since when each of them is idle, the oldest first, and whether requests of it wait. Those that are
     only remembered because they are broken are known apart."""
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class StillSequences:
         self._broken: dict[Sequence, None] = {}
 
     def add(self, sequence: Sequence, now_us: int, *, waits: bool, is_kept: bool) -> None:
-        """A sequence is still. If it was so before, that counts, unless requests waited and do not any more,
+        """A sequence is idle. If it was so before, that counts, unless requests waited and do not any more,
         or the other way round. Times must not decrease from call to call."""
         since = self._since.get(sequence)
         if since is None or since[1] is not waits:
@@ -28,16 +28,16 @@ class StillSequences:
             self._broken.setdefault(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """A sequence is not still, or it is forgotten."""
+        """A sequence is not idle, or it is forgotten."""
         self._since.pop(sequence, None)
         self._broken.pop(sequence, None)
 
     def oldest_us(self) -> int | None:
-        """Since when the first one is still; None if there is none."""
+        """Since when the first one is idle; None if there is none."""
         return next(iter(self._since.values()))[0] if self._since else None
 
     def pop_until(self, until_us: int) -> Iterator[tuple[Sequence, bool]]:
-        """Remove and return those that are still since then or longer, and whether requests of them wait."""
+        """Remove and return those that are idle since then or longer, and whether requests of them wait."""
         while self._since:
             sequence, (since_us, waits) = next(iter(self._since.items()))
             if since_us > until_us:
