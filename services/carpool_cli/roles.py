@@ -135,7 +135,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
             "the scripts join, leave, renew, reclaim, assign, answer, commit, release, step, hand_over, "
-            "drain, bound_dead",
+            "drain, trim_dead",
             "evalsha eval",
             "workers batches settled registration config progress dead dead_dropped order tickets result "
             "replies body sequence sequences draining",
@@ -158,10 +158,10 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("commit.lua: delete large bodies", "unlink", "body"),
         Grant("commit.lua, join.lua, leave.lua: notify the batcher of capacity", "xadd", "settled"),
         Grant("commit.lua, step.lua: add dead letters", "xadd", "dead"),
-        Grant("bound_dead.lua: drop those that are too many", "xtrim xlen memory|usage", "dead"),
-        Grant("bound_dead.lua: count those that were dropped", "hincrby", "dead_dropped"),
+        Grant("trim_dead.lua: drop those that are too many", "xtrim xlen memory|usage", "dead"),
+        Grant("trim_dead.lua: count those that were dropped", "hincrby", "dead_dropped"),
         Grant(
-            "bound_dead.lua: how many are too many; what is registered, and overrides",
+            "trim_dead.lua: how many are too many; what is registered, and overrides",
             "hget",
             "registration config",
         ),

@@ -20,7 +20,7 @@ from carpool.errors import (
 )
 from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
 from carpool.prometheus import Counter, Gauge
-from carpool.store.dead_letters import BOUNDS
+from carpool.store.dead_letters import DEAD_LETTER_LIMITS
 from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution, ResultCounts
 from carpool_worker.model_process.step_frames import Step
@@ -89,7 +89,7 @@ class WorkerMetrics(CommonMetrics):
             ("model", "setting"),
             registry=self.registry,
         )
-        self._dropped = {name: dropped.labels(model, name) for name in BOUNDS}
+        self._dropped = {name: dropped.labels(model, name) for name in DEAD_LETTER_LIMITS}
         self._states = self._counter(
             "carpool_state_bytes", "Bytes of states of sequences that were written with results"
         )

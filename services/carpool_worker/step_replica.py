@@ -395,7 +395,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._metrics.ended(execution, execution.counts(), self._store.clock.now_us())
         self._step_log.ended(self.consumer, request, write)
         if write.dead_letter is not None:
-            self._committer.bound_dead_letters()
+            self._committer.trim_dead_letters()
         self._forget([request])
 
     def _drop_fenced(self, requests: Sequence[StepExecution]) -> None:

@@ -74,7 +74,7 @@ class Keys:
 
     @property
     def dead_dropped(self) -> str:
-        """Hash: how many dead letters were dropped, by the bound that they were over (`bound_dead.lua`)."""
+        """Hash: how many dead letters were dropped, by the bound that they were over (`trim_dead.lua`)."""
         return self._of("dead_dropped")
 
     @property

@@ -186,7 +186,7 @@ class BatcherStore:
 
     def last_waiting_id(self) -> bytes | None:
         """The ID of the last entry of the request stream; None if it is empty."""
-        last = self._link.call_bounded(0, "XREVRANGE", self.keys.requests, "+", "-", "COUNT", 1)
+        last = self._link.call_truncated(0, "XREVRANGE", self.keys.requests, "+", "-", "COUNT", 1)
         return bytes(last[0][0]) if last else None
 
     def missing(self, stream: str, entry_ids: Sequence[str]) -> set[str]:

@@ -240,9 +240,9 @@ class WorkerStore:
         registered, had_lease, live, *lost = self._link.run(_RENEW, keys, args)
         return Renewal(bool(registered), bool(had_lease), live, {batch_id.decode() for batch_id in lost})
 
-    def bound_dead_letters(self) -> dict[str, int]:
+    def trim_dead_letters(self) -> dict[str, int]:
         """Drop the dead letters over the model's settings. Returns how many, by setting."""
-        return DeadLetters(self._link, self.keys).bound()
+        return DeadLetters(self._link, self.keys).trim()
 
     def read_clock(self) -> None:
         """Set the clock from Redis's."""

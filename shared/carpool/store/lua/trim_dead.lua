@@ -1,4 +1,4 @@
--- bound_dead: drop the oldest dead letters of a model, until there are no more than its settings allow, and count them.
+-- trim_dead: drop the oldest dead letters of a model, until there are no more than its settings allow, and count them.
 --
 -- The settings are read here, not in each batch: an override then holds at once, and batches carry nothing for it.
 -- The bytes are what the stream takes of Redis's memory. Redis knows them without copying a body, but not those of a

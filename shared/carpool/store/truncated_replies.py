@@ -19,7 +19,7 @@ class Omitted(NamedTuple):
     size_bytes: int
 
 
-class BoundedReplies:
+class TruncatedReplies:
     """Parses replies, of whose large strings `kept_bytes_max` are kept in all: the first that fit.
 
     An error reply is what `reply_error` makes of its text. Raises OSError.

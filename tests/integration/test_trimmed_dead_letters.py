@@ -51,7 +51,7 @@ def sizes(stack: Stack) -> list[int]:
 
 def test_bytes_are_bounded(bare: Stack, letters: DeadLetters) -> None:
     write(bare, *[8 * MIB] * 20)
-    dropped = letters.bound()
+    dropped = letters.trim()
     assert bare.redis.memory_usage(KEYS.dead, samples=0) <= 64 * MIB
     assert dropped == {BYTES: 20 - len(sizes(bare))} and len(sizes(bare)) >= 6
     assert letters.dropped() == dropped
@@ -60,10 +60,10 @@ def test_bytes_are_bounded(bare: Stack, letters: DeadLetters) -> None:
 def test_many_small_ones_give_way_to_a_large_one(bare: Stack, letters: DeadLetters) -> None:
     bare.redis.hset(KEYS.config, BYTES, 2 * MIB + 100_000)
     write(bare, *[100] * 3000, 2 * MIB - 20_000)
-    assert letters.bound()[BYTES] > 2000
+    assert letters.trim()[BYTES] > 2000
     assert len(sizes(bare)) > 1 and sizes(bare)[-1] == 2 * MIB - 20_000
     write(bare, 3 * MIB)  # more than all may have
-    letters.bound()
+    letters.trim()
     assert sizes(bare) == []
 
 
@@ -72,26 +72,26 @@ def test_number_and_age_are_bounded(bare: Stack, letters: DeadLetters) -> None:
     bare.redis.hset(KEYS.registration, mapping={AGE: 60_000, NUMBER: 4})
     write(bare, 1, 2, at_ms=now_ms - 120_000)
     write(bare, 3, 4, 5, 6, 7)
-    assert letters.bound() == {AGE: 2, NUMBER: 1}
+    assert letters.trim() == {AGE: 2, NUMBER: 1}
     assert sizes(bare) == [4, 5, 6, 7]
     bare.redis.hset(KEYS.config, NUMBER, 3)  # an operator's override
-    assert letters.bound() == {NUMBER: 1}
+    assert letters.trim() == {NUMBER: 1}
     assert letters.dropped() == {AGE: 2, NUMBER: 2}
-    assert letters.bound() == {}
+    assert letters.trim() == {}
 
 
 def test_user_may_have_written_the_settings(bare: Stack, letters: DeadLetters) -> None:
     bare.redis.set(KEYS.config, "what")
     bare.redis.hset(KEYS.registration, mapping={AGE: "soon", NUMBER: 0, BYTES: "none"})
     write(bare, 1)
-    assert letters.bound() == {} and sizes(bare) == [1]
+    assert letters.trim() == {} and sizes(bare) == [1]
 
 
 def test_full_redis_is_relieved(bare: Stack, letters: DeadLetters) -> None:
     write(bare, *[8 * MIB] * 12)
     bare.redis.config_set("maxmemory", 32 * MIB)
     try:
-        assert letters.bound()
+        assert letters.trim()
         assert sum(sizes(bare)) <= 64 * MIB
     finally:
         bare.redis.config_set("maxmemory", 0)

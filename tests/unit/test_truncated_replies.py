@@ -1,4 +1,4 @@
-"""BoundedReplies: any reply is parsed as hiredis does, and of large strings only so many bytes are kept."""
+"""TruncatedReplies: any reply is parsed as hiredis does, and of large strings only so many bytes are kept."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.store.bounded_replies import LARGE_BYTES, BoundedReplies, Omitted
 from carpool.store.connection import CommandError
+from carpool.store.truncated_replies import LARGE_BYTES, Omitted, TruncatedReplies
 
 
 def received(replies: list[Any], kept_bytes_max: int) -> list[Any]:
@@ -22,7 +22,7 @@ def received(replies: list[Any], kept_bytes_max: int) -> list[Any]:
         data = b"".join(map(encoded, replies))
         sender = threading.Thread(target=theirs.sendall, args=[data])
         sender.start()
-        bounded = BoundedReplies(ours, lambda text: CommandError(text, text), kept_bytes_max)
+        bounded = TruncatedReplies(ours, lambda text: CommandError(text, text), kept_bytes_max)
         found = [bounded.receive() for _ in replies]
         sender.join()
     return found
@@ -67,7 +67,7 @@ def test_errors_are_replies() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"-WRONGTYPE it is not a stream\r\n+OK\r\n*-1\r\n")
-        replies = BoundedReplies(ours, lambda text: CommandError(text.split()[0], text), 0)
+        replies = TruncatedReplies(ours, lambda text: CommandError(text.split()[0], text), 0)
         error = replies.receive()
         assert isinstance(error, CommandError)
         assert (error.code, str(error)) == ("WRONGTYPE", "WRONGTYPE it is not a stream")
@@ -81,7 +81,7 @@ def test_closed_connection_is_an_error(part: bytes) -> None:
         theirs.sendall(part)
         theirs.close()
         with pytest.raises(ConnectionError, match="closed"):
-            BoundedReplies(ours, lambda text: CommandError(text, text), 0).receive()
+            TruncatedReplies(ours, lambda text: CommandError(text, text), 0).receive()
 
 
 def test_late_reply_is_an_error() -> None:
@@ -90,4 +90,4 @@ def test_late_reply_is_an_error() -> None:
         ours.settimeout(0.01)
         theirs.sendall(b"$3\r\nab")
         with pytest.raises(TimeoutError):
-            BoundedReplies(ours, lambda text: CommandError(text, text), 0).receive()
+            TruncatedReplies(ours, lambda text: CommandError(text, text), 0).receive()
