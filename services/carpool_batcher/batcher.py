@@ -476,9 +476,9 @@ class ModelBatcher:
     ) -> Generator[None]:
         dispatches = [decision for decision in decisions if type(decision) is Dispatch]
         refusals += [decision for decision in decisions if type(decision) is Refusal]
-        refusals = session.early.hold(refusals, now_us)
+        refusals = session.early.postpone(refusals, now_us)
         is_reading = session.scheduler.sequences.is_reading
-        refusals, emptied = session.unread.hold(refusals, emptied, is_reading=is_reading)
+        refusals, emptied = session.unread.postpone(refusals, emptied, is_reading=is_reading)
         changes = [decision for decision in decisions if type(decision) is SequenceChange]
         freed = [decision for decision in decisions if type(decision) is SlotFreed]
         if refusals or emptied or changes or freed:

@@ -12,30 +12,31 @@ from typing import Final
 
 from carpool.messages import Refusal
 
-HELD_US: Final = 2000  # a producer learns of it so much later, and still before the deadline or soon after
-HELD_MAX: Final = 64  # then they are answered at once
+POSTPONED_US: Final = 2000  # a producer learns of it still before the deadline, or soon after
+POSTPONED_MAX: Final = 64  # then they are answered at once
 
 
 class EarlyRefusals:
-    """`due_us`: when those that are held are to be answered; None if there are none."""
+    """`due_us`: when those that are postponed are to be answered; None if there are none."""
 
     def __init__(self) -> None:
         self.due_us: int | None = None
-        self._held: list[Refusal] = []
+        self._postponed: list[Refusal] = []
 
-    def hold(self, refusals: Iterable[Refusal], now_us: int) -> list[Refusal]:
-        """Hold the early ones of these refusals. Returns those to answer now."""
+    def postpone(self, refusals: Iterable[Refusal], now_us: int) -> list[Refusal]:
+        """Postpone the early ones of these refusals. Returns those to answer now."""
         answered: list[Refusal] = []
         for refusal in refusals:
             # With a request of a sequence more is recorded than its answer, and at the same moment.
-            is_held = refusal.reason == "early" and refusal.run is not None and refusal.run.sequence is None
-            (self._held if is_held else answered).append(refusal)
-        if not self._held:
+            run = refusal.run
+            is_postponed = refusal.reason == "early" and run is not None and run.sequence is None
+            (self._postponed if is_postponed else answered).append(refusal)
+        if not self._postponed:
             return answered
         if self.due_us is None:
-            self.due_us = now_us + HELD_US
-        if now_us < self.due_us and len(self._held) < HELD_MAX:
+            self.due_us = now_us + POSTPONED_US
+        if now_us < self.due_us and len(self._postponed) < POSTPONED_MAX:
             return answered
-        held, self._held, self.due_us = self._held, [], None
+        postponed, self._postponed, self.due_us = self._postponed, [], None
         # Meanwhile the rest of an entry may have been put back in others.
-        return answered + [refusal.where_it_is() for refusal in held]
+        return answered + [refusal.where_it_is() for refusal in postponed]

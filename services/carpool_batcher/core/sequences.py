@@ -146,7 +146,7 @@ class Sequences:
             if one.next_index is not None:
                 sequence.kept, sequence.next_index = True, one.next_index
                 sequence.first_id, sequence.last_id = one.first_id, one.last_id
-                self.space.hold(sequence, one.process)
+                self.space.restore(sequence, one.process)
             if one.failed_at:
                 self._unread.append((one.failed_at, _break_known(one, one.failed_at, FAILED_BEFORE)))
             if one.broken:
@@ -163,7 +163,7 @@ class Sequences:
         taken = sequence.taken = Taken(part, correlation_id, sequence.current)
         if part.starts:
             self._restarts[part.sequence_id] = part.place
-        self.space.hold(sequence, process)
+        self.space.restore(sequence, process)
         taken.is_counted = sequence.kept and not part.starts and sequence.last_id == correlation_id
         is_broken = loaded is not None and part.place in (loaded.broken_at, loaded.failed_at)
         is_without_state = not (part.starts or part.ends or sequence.kept)

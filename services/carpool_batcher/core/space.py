@@ -38,7 +38,7 @@ class Space:
         """Whether a sequence cannot stay in its process: that is gone, or drains before it has the start."""
         return False
 
-    def hold(self, sequence: Sequence, process: str) -> None:
+    def restore(self, sequence: Sequence, process: str) -> None:
         """A previous batcher gave space to a sequence."""
 
     def take(self, sequence: Sequence) -> None:
@@ -94,7 +94,7 @@ class Processes(Space):
             return True
         return (sequence.is_in_process or bool(process)) and process not in self._live
 
-    def hold(self, sequence: Sequence, process: str) -> None:
+    def restore(self, sequence: Sequence, process: str) -> None:
         self.leave(sequence)
         sequence.process, sequence.is_in_process = process, True
         if process:
