@@ -57,11 +57,7 @@ class ConfigSettings(ConnectionSettings):
 
     KEY=VALUE overrides the value that the model's workers register, until KEY= removes the override.
 
-    A setting without effect is refused: max_prefill_cost, stream_buffer and reader_idle_ms are for stepping
-    models, and max_queue_delay_ms and preferred_batch_sizes for all others; policy and target_latency_ms are
-    for models that neither step nor bind sequences; preserve_ordering is for those that neither step nor have
-    sequences, max_sequence_idle_ms for those that have sequences, and max_candidate_sequences for those whose
-    states are in Redis.
+    A setting that has no effect on a model of this kind is refused, and the error says why.
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})

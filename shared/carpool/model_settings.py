@@ -314,13 +314,13 @@ class ModelSettings:
         256, _integer(1), "number of unread chunks from which on further ones are merged"
     )
     reader_idle_ms: int = _setting(
-        10_000, _integer(1, MILLISECONDS), "after which time without reading a streamed request is cancelled"
+        10_000, _integer(1, MILLISECONDS), "after which time a stream that nobody reads is cancelled"
     )
     max_candidate_sequences: int = _setting(
         10_000, _integer(1), "maximum number of sequences that are kept at a time; others wait to start"
     )
     max_sequence_idle_ms: int = _setting(
-        60_000, _integer(1, MILLISECONDS), "after which time without requests a sequence is ended"
+        60_000, _integer(1, MILLISECONDS), "after which time a sequence without requests is ended"
     )
     unknown_fields: str = _setting(
         "pass",
