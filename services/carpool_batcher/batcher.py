@@ -53,8 +53,7 @@ from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler, earlier
-from carpool_batcher.core.sequence_refusals import did_not_succeed
-from carpool_batcher.early_refusals import EarlyRefusals
+from carpool_batcher.core.sequence import did_not_succeed
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
@@ -67,7 +66,7 @@ from carpool_batcher.entries import (
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
 from carpool_batcher.policies import Policies
-from carpool_batcher.refusal_parts import divide
+from carpool_batcher.refusals import EarlyRefusals, divide
 
 REPORT_INTERVAL_US: Final = 1_000_000
 REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it, as when its memory is full

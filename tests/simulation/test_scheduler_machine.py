@@ -26,7 +26,7 @@ from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core import queue
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.dispatching import PLANNED_BATCHES_MAX
-from carpool_batcher.core.due_index import NEVER_US
+from carpool_batcher.core.lane import NEVER_US
 from carpool_batcher.core.lane_index import Claim, Gate
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from carpool_batcher.core.transit import magnitude

@@ -9,7 +9,7 @@ from typing import Any
 from carpool.messages import Entry, Refusal, Run, SequenceChange, SlotFreed, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
-from carpool_batcher.core.due_index import NEVER_US
+from carpool_batcher.core.lane import NEVER_US
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
 
 MS = 1000

@@ -15,7 +15,7 @@ from carpool_batcher.core.deferred import (
     latest_start_us,
     plan,
 )
-from carpool_batcher.core.due_index import NEVER_US
+from carpool_batcher.core.lane import NEVER_US
 from carpool_batcher.core.latency import LatencyModel
 from carpool_batcher.core.transit import MAGNITUDES, TransitBySize
 

@@ -8,7 +8,7 @@ import pytest
 
 from carpool.messages import Refusal
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.arrival_rate import ArrivalRate
+from carpool_batcher.core.deferred import ArrivalRate
 from carpool_batcher.core.dispatching import LANES_UPDATED_MAX, Dispatcher
 from carpool_batcher.core.lane import Lane
 from carpool_batcher.core.scheduler import Dispatch

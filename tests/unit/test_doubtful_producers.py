@@ -9,7 +9,7 @@ import pytest
 
 from carpool.messages import ExecutedOf, Producer
 from carpool.producer_ratios import PRODUCERS_MAX
-from carpool_batcher.core.arrival_rate import ArrivalRate
+from carpool_batcher.core.deferred import ArrivalRate
 from carpool_batcher.core.doubtful_producers import DoubtfulProducers
 from carpool_batcher.core.executed_share import BATCHES_MAX
 from carpool_batcher.core.fairness import Shares, Slice

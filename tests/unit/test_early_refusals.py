@@ -5,7 +5,7 @@ from __future__ import annotations
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages import Entry, Refusal, Run, SequencePart
 from carpool_batcher.core.decisions import refusal
-from carpool_batcher.early_refusals import POSTPONED_MAX, POSTPONED_US, EarlyRefusals
+from carpool_batcher.refusals import POSTPONED_MAX, POSTPONED_US, EarlyRefusals
 
 
 def refused(reason: str = "early", part: SequencePart | None = None) -> Refusal:

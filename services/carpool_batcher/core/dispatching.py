@@ -12,16 +12,14 @@ from typing import Final
 from carpool.errors import DEADLINE_EXCEEDED, INTERNAL
 from carpool.messages import Dispatch, DispatchReason, Refusal, Run
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.arrival_rate import ArrivalRate
 from carpool_batcher.core.batch_space import BatchLimits
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.decisions import Decision, refusal
-from carpool_batcher.core.deferred import Forecast, is_efficient, latest_start_us, plan
+from carpool_batcher.core.deferred import ArrivalRate, Forecast, is_efficient, latest_start_us, plan
 from carpool_batcher.core.doubtful_producers import planned_size
-from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.fairness import Shares, Slice
-from carpool_batcher.core.lane import Lane, PoppedBatch
+from carpool_batcher.core.lane import NEVER_US, Lane, PoppedBatch
 from carpool_batcher.core.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.space import Processes

@@ -21,9 +21,8 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 from carpool.messages import DispatchReason
-from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.fairness import Turn, Turns
-from carpool_batcher.core.lane import Lane
+from carpool_batcher.core.lane import NEVER_US, Lane
 
 ANY_TIME_US: Final = 0  # `ready_at_us` of a batch that is ready whatever the time
 CLAIMS_MIN: Final = 64

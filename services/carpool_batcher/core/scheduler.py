@@ -76,7 +76,7 @@ from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.doubtful_producers import DoubtfulProducers, planned_size
 from carpool_batcher.core.duplicates import IdsInFlight, Separated, separate
 from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.sequence_refusals import ended_by_force
+from carpool_batcher.core.sequence import ended_by_force
 from carpool_batcher.core.sequences import Sequences
 from carpool_batcher.core.space import Processes
 from carpool_batcher.core.withdrawals import PendingWithdrawals, RequestsInFlight, Withdrawn

@@ -34,21 +34,24 @@ from carpool.messages import (
     SlotFreed,
 )
 from carpool_batcher.core.idle_sequences import IdleSequences
-from carpool_batcher.core.sequence import Segment, Sequence, Taken, part_of, place_of
-from carpool_batcher.core.sequence_refusals import (
+from carpool_batcher.core.sequence import (
     ENDED_BY_FORCE,
     FAILED_BEFORE,
     PROCESS_GONE,
+    Segment,
+    Sequence,
+    Taken,
     aborted,
     did_not_arrive,
     did_not_succeed,
     ended_by_force,
     never_begun,
+    part_of,
+    place_of,
     processed_already,
     sent_twice,
 )
-from carpool_batcher.core.space import Space, lane_of_process
-from carpool_batcher.core.waiting_starts import WaitingStarts
+from carpool_batcher.core.space import Space, WaitingStarts, lane_of_process
 
 REFUSED_AT_ONCE: Final = 256  # requests, or sequences that are looked at, in a piece
 SOUGHT_AT_ONCE: Final = 4096  # waiting requests, in a piece

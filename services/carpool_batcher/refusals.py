@@ -1,8 +1,9 @@
-"""What a turn refuses, divided into parts: each is written by one script.
+"""What a turn refuses: when it is answered, and by how many scripts.
 
-Redis serves nobody else while a script runs. Its Lua keeps strings in chains by their hash, and producers
-choose correlation IDs: if all have one hash, the time that a script takes grows with the square of its keys.
-So a part is bounded, and these rules make it safe to die between two of them:
+A turn's refusals are divided into parts, each of which is written by one script. Redis serves nobody else
+while a script runs. Its Lua keeps strings in chains by their hash, and producers choose correlation IDs: if
+all have one hash, the time that a script takes grows with the square of its keys. So a part is bounded, and
+these rules make it safe to die between two of them:
 
 1. All refusals of an entry are in one part, because a script removes or replaces the whole entry. It has at
    most MAX_REQUESTS_PER_ENTRY requests.
@@ -23,6 +24,42 @@ from typing import Final, NamedTuple
 from carpool.messages import Entry, Refusal, SequenceChange, SequencePart, SlotFreed
 from carpool.rows import stored_names
 from carpool_batcher.core.batch_space import bytes_of
+
+POSTPONED_US: Final = 2000  # a producer learns of it still before the deadline, or soon after
+POSTPONED_MAX: Final = 64  # then they are answered at once
+
+
+class EarlyRefusals:
+    """Refusals of requests that can no longer be in time, until they are answered together. `due_us`: when
+    that is; None if there are none.
+
+    To answer one costs as much as to dispatch a batch. A system that is nearly overloaded refuses many
+    requests early, each at another moment. Answered one by one they would take the CPU time of those that
+    could be in time, which would then be late, and be refused too.
+    """
+
+    def __init__(self) -> None:
+        self.due_us: int | None = None
+        self._postponed: list[Refusal] = []
+
+    def postpone(self, refusals: Iterable[Refusal], now_us: int) -> list[Refusal]:
+        """Postpone the early ones of these refusals. Returns those to answer now."""
+        answered: list[Refusal] = []
+        for refusal in refusals:
+            # With a request of a sequence more is recorded than its answer, and at the same moment.
+            run = refusal.run
+            is_postponed = refusal.reason == "early" and run is not None and run.sequence is None
+            (self._postponed if is_postponed else answered).append(refusal)
+        if not self._postponed:
+            return answered
+        if self.due_us is None:
+            self.due_us = now_us + POSTPONED_US
+        if now_us < self.due_us and len(self._postponed) < POSTPONED_MAX:
+            return answered
+        postponed, self._postponed, self.due_us = self._postponed, [], None
+        # Meanwhile the rest of an entry may have been put back in others.
+        return answered + [refusal.where_it_is() for refusal in postponed]
+
 
 PART_KEYS: Final = 1000  # of a part that has more than one entry, about
 PIECE_REFUSALS: Final = 4096  # looked at in a piece

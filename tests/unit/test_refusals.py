@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+import carpool_batcher.refusals as refusals_module
 from carpool.errors import RESOURCE_EXHAUSTED
 from carpool.messages import Entry, Refusal, Run, SequenceChange, SequencePart, SlotFreed
 from carpool.rows import StoredBody
-from carpool_batcher import refusal_parts
 from carpool_batcher.core.decisions import refusal
-from carpool_batcher.refusal_parts import PART_BYTES, PART_KEYS, Part, divide, without_earlier_breaks
+from carpool_batcher.refusals import PART_BYTES, PART_KEYS, Part, divide, without_earlier_breaks
 
 
 def refused(entry_id: int, count: int = 1, sequence: str = "", waiting_bytes: int = 0) -> Refusal:
@@ -84,7 +84,7 @@ def test_entries_without_requests_come_last() -> None:
 
 
 def test_what_breaks_a_sequence_goes_with_its_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_parts, "PART_KEYS", 2)
+    monkeypatch.setattr(refusals_module, "PART_KEYS", 2)
     refusals = [refused(at, sequence="s") for at in (1, 2, 3)]
     changes = [broken("s", 0), broken("s", 1), broken("s", 3), broken("other", 1)]
     parts = parts_of(refusals, (), changes, [SlotFreed("p", "s"), SlotFreed("p", "other")])
@@ -98,7 +98,7 @@ def test_what_breaks_a_sequence_goes_with_its_refusals(monkeypatch: pytest.Monke
 
 
 def test_what_breaks_very_many_sequences_goes_before_their_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_parts, "PART_KEYS", 4)
+    monkeypatch.setattr(refusals_module, "PART_KEYS", 4)
     entry = Entry("2-0", 0)
     refusals = [refused(at, sequence=f"s{at}")._replace(entry=entry) for at in range(6)]
     changes = [broken(f"s{at}", at) for at in range(6)]
@@ -115,7 +115,7 @@ def test_what_breaks_very_many_sequences_goes_before_their_entry(monkeypatch: py
 
 
 def test_many_changes_alone_are_divided_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_parts, "PART_KEYS", 2)
+    monkeypatch.setattr(refusals_module, "PART_KEYS", 2)
     changes = [broken(name, place) for name in "abc" for place in (1, 2)]
     parts = parts_of((), (), changes, ())
     assert [[change.part.sequence_id for change in part.changes] for part in parts] == [["a", "b"], ["c"]]
