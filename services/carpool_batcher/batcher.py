@@ -47,7 +47,6 @@ from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
-from carpool.wire.kinds import kind_of
 from carpool.wire.requests import Decoded, decode_in_pieces, refuse_oversized
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.capacity import InFlightBatch
@@ -188,7 +187,7 @@ class ModelBatcher:
         settings = self._settings.read(snapshot, None)
         self._waiting_entries = snapshot.waiting_entries
         settled_after = self._store.last_settled_id()
-        scheduler = Scheduler(settings, kind=kind_of(snapshot.registration))
+        scheduler = Scheduler(settings, kind=ModelKind.of(snapshot.registration))
         scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
         scheduler.custom_policy = self._settings.custom_policy
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
@@ -608,7 +607,7 @@ class ModelBatcher:
         session, now_us = self._session, self._clock.now_us()
         scheduler, entries = session.scheduler, session.entries
         self.needs_snapshot = False
-        kind = kind_of(snapshot.registration)
+        kind = ModelKind.of(snapshot.registration)
         if scheduler.kind is not kind:  # another model under this name
             if kind.has_sequences or scheduler.kind.has_sequences:
                 raise ModelKindChangedError("another kind of model has this name now")

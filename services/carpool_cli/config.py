@@ -22,7 +22,6 @@ from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable_json
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, ModelOverview
-from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered, describe_workers, read_differing
 from carpool_cli.refused import explain
@@ -147,8 +146,8 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
         if "preferred_batch_sizes" in values:
             effective.check_sizes()
         if values:
-            _check_effect(effective, values, model, kind_of(registered))
-        if kind_of(registered) is ModelKind.BOUND:
+            _check_effect(effective, values, model, ModelKind.of(registered))
+        if ModelKind.of(registered) is ModelKind.BOUND:
             effective.check_slots(ModelSettings.from_mapping(registered).max_batch_size)
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
@@ -263,7 +262,7 @@ def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict
             return "operator"
         return "model" if of_model[name] != defaults[name] else "default"
 
-    kind = kind_of(registered)
+    kind = ModelKind.of(registered)
     meanings = {**ModelSettings.meanings(), **_MEANINGS_OF_KIND.get(kind, {})}
     without_effect = ModelSettings.names_without_effect(kind)
     return {

@@ -22,7 +22,6 @@ from carpool.store.declarations import Declarations
 from carpool.store.directory import Directory, take_snapshot
 from carpool.store.eviction import eviction_warning
 from carpool.store.unregistered import Unserved, find_unregistered
-from carpool.wire.kinds import kind_of
 from carpool.wire.registration import describe_differing, differing
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool_cli.refused import explain
@@ -156,7 +155,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
     size = {**snapshot.registration, **overrides}.get("max_batch_size", "")
     max_batch_size = int(size) if size.isdigit() else None
     stepping = None
-    if kind_of(snapshot.registration) is ModelKind.STEPPING:
+    if ModelKind.of(snapshot.registration) is ModelKind.STEPPING:
         slots = len(snapshot.model_processes) * (max_batch_size or 0)
         stepping = (report and report.stepping) or SteppingReport(slots, 0, None, None)
     return ModelState(

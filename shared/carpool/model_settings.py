@@ -39,6 +39,17 @@ class ModelKind(StrEnum):
         """Whether each request must be a part of a sequence."""
         return self in (ModelKind.STATEFUL, ModelKind.BOUND)
 
+    @classmethod
+    def of(cls, registration: Mapping[str, str]) -> ModelKind:
+        """How a registered model executes requests."""
+        others = (kind for kind in cls if kind is not cls.PLAIN)
+        return next((kind for kind in others if registration.get(kind) == "true"), cls.PLAIN)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The fields of a registration that say it: one of the name of each kind but PLAIN."""
+        return {str(kind): str(self is kind).lower() for kind in ModelKind if kind is not ModelKind.PLAIN}
+
 
 class Kind(NamedTuple):
     """A type of settings. `read` takes a value or its text, and raises ValueError; `show` makes the text."""

@@ -9,10 +9,9 @@ from typing import Any, Final
 
 import pytest
 
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.settings import read_settings
 from carpool.store.directory import ModelOverview
-from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport, Gauges
 from carpool_cli import config
 from carpool_cli.config import (
@@ -228,7 +227,7 @@ def test_settings_without_an_effect_are_marked(capsys: pytest.CaptureFixture[str
         effective = resolve(registered, {})
         names = [name for name, of in effective.items() if not of.has_effect]
         assert names == [
-            name for name in effective if name in ModelSettings.names_without_effect(kind_of(registered))
+            name for name in effective if name in ModelSettings.names_without_effect(ModelKind.of(registered))
         ]
         show(effective, Screen())
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(other)]

@@ -27,8 +27,7 @@ from carpool.metrics import (
 from carpool.store.connection import CommandError, LinkError
 from carpool.store.steps import KeptChunk, StepWrite
 from carpool.wire.report import SequencesReport
-from carpool_batcher.meter import BatcherMetrics, Meter
-from carpool_batcher.sequence_meter import SequenceMeter
+from carpool_batcher.meter import BatcherMetrics, Meter, SequenceMeter
 from carpool_worker.execution import Execution
 from carpool_worker.meter import StepCounts, WorkerMetrics
 from carpool_worker.model_process.step_frames import Step
