@@ -85,7 +85,7 @@ class Committer:
                 Failures(execution.failed(), execution.error),
                 execution.of_producers(),
             ),
-            execution.of_runs,
+            execution.run_results,
             execution.changes(),
         )
 

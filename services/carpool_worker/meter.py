@@ -141,9 +141,9 @@ class WorkerMetrics(CommonMetrics):
         """The requests of a batch have their results: what is counted of a stepping model too."""
         for status, count in counts.statuses.items():
             self._counter_of(status).inc(count)
-        alone_us = [max(0, now_us - run.arrival_us) for run, number in counts.of_runs if number == 1]
+        alone_us = [max(0, now_us - run.arrival_us) for run, number in counts.by_run if number == 1]
         self._request.observe(alone_us)
-        for run, number in counts.of_runs:
+        for run, number in counts.by_run:
             if number > 1:
                 self._request.observe_equal(max(0, now_us - run.arrival_us), number)
         self._input.observe_equal(execution.input_us, 1)

@@ -407,7 +407,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_lane = self._in_lane(name)
             totals = len(in_lane), sum(r.cost for r in in_lane), sum(r.bytes for r in in_lane)
             assert (lane.count, lane.cost, lane.bytes) == totals
-            assert lane.planned == len(self._planned(name))
+            assert lane.executable == len(self._planned(name))
         delayed = self._items_of(run for lane in self.scheduler._queue.lanes.values() for run in lane.expired)
         assert self.delayed == set(delayed)
         oldest_us = min((self._oldest_us(lane) for lane in LANES if self._in_lane(lane)), default=None)
@@ -1027,7 +1027,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len({r.name for r in batch}) == len(batch)
             self.undated.update(self._items_of(dispatch.undated))
             self.scheduler.launch(batch_id, dispatch._replace(runs=runs), self.now_us)
-            planned = self.scheduler.in_flight()[batch_id].planned
+            planned = self.scheduler.in_flight()[batch_id].executable
             # All of them if no producer is remembered any more
             assert planned in (sum(not r.is_doubtful for r in batch), len(batch))
 

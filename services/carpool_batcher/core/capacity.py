@@ -78,7 +78,7 @@ class InFlightBatch(NamedTuple):
     producers: Sequence[Producer] = ()
 
     @property
-    def planned(self) -> int:
+    def executable(self) -> int:
         """The number of requests that the model is expected to execute."""
         return self.size - self.doubtful
 
@@ -166,8 +166,8 @@ class Capacity:
             batch.lane, size, turnaround_us, execution_us if is_normal else None, settled_us
         )
         if is_normal:
-            if batch.planned:
-                self._latencies.observe_share(batch.lane, batch.planned, min(size, batch.planned))
+            if batch.executable:
+                self._latencies.observe_share(batch.lane, batch.executable, min(size, batch.executable))
             round_trip_us = turnaround_us - execution_us - waited_us
             self.transit.observe_round_trip(batch.size, round_trip_us, batch.dispatched_us, settled_us)
         self.forget(batch_id, settled_us)
@@ -191,7 +191,7 @@ class Capacity:
         Sooner where l(n) grows with n: there, waiting makes batches larger, and larger batches delay each of
         their results. At once where the mean size is about one.
         """
-        self._mean_size += MEAN_SIZE_WEIGHT * (batch.planned - self._mean_size)
+        self._mean_size += MEAN_SIZE_WEIGHT * (batch.executable - self._mean_size)
         self._spacing_ends_us = 0
         if self.processes < 2:
             return
@@ -317,9 +317,10 @@ class Capacity:
         """How long batches of a lane are expected to take; those of all lanes while too little is known."""
         return self._latencies.of(lane).times
 
-    def expected_us(self, lane: str, planned: int) -> int:
-        """How long a batch of a lane is expected to take of which the model executes `planned` requests."""
-        return self.times_of(lane).of(planned) if planned else 0
+    def expected_us(self, lane: str, executable: int) -> int:
+        """How long a batch of a lane is expected to take of which the model executes `executable`
+        requests."""
+        return self.times_of(lane).of(executable) if executable else 0
 
     def turnaround_us(self, lane: str) -> float:
         """How long a batch of a lane recently took from dispatch to settled."""
@@ -333,7 +334,7 @@ class Capacity:
     def _execution_us(self, batch_id: str) -> int:
         """The expected execution time of a batch in flight."""
         batch = self.in_flight[batch_id]
-        return self.expected_us(batch.lane, batch.planned)
+        return self.expected_us(batch.lane, batch.executable)
 
     def _tolerance_us(self, batch_id: str) -> int:
         """How late a batch may be while it is still expected to settle at any moment."""

@@ -51,6 +51,6 @@ class DoubtfulProducers:
             self._ratios.observe(producer, unexecuted.get(producer, 0.0))
 
 
-def planned_size(runs: Iterable[Run]) -> int:
+def executable_size(runs: Iterable[Run]) -> int:
     """The number of requests that the model is expected to execute in a batch of these runs."""
     return sum([len(run.correlation_ids) for run in runs if not run.is_doubtful])

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from carpool.messages import Run
 from carpool_batcher.core.batch_space import BatchLimits, BatchSpace, bytes_of
-from carpool_batcher.core.doubtful_producers import planned_size
+from carpool_batcher.core.doubtful_producers import executable_size
 from carpool_batcher.core.fairness import EQUAL_SHARES, FairQueue, Shares, Slice, Turns, TurnsByRank
 
 NEVER_US: Final = 1 << 62
@@ -219,7 +219,7 @@ class Lane:
         self.cost -= limits.cost - space.cost
         self.bytes -= limits.bytes - space.bytes
         if self.doubtful:
-            self.doubtful -= limits.size - space.size - planned_size(runs)
+            self.doubtful -= limits.size - space.size - executable_size(runs)
         if self.urgent:
             self.urgent.difference_update(runs)
         if self.expired:
@@ -238,7 +238,7 @@ class Lane:
     # --- reading -------------------------------------------------------------------------------------------
 
     @property
-    def planned(self) -> int:
+    def executable(self) -> int:
         """The number of requests that the model is expected to execute."""
         return self.count - self.doubtful
 

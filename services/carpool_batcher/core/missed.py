@@ -107,7 +107,7 @@ class MissedDeadlines:
             return _NONE
         # The process had the batch before this one's start at the latest; its commit may be later.
         ready_us = max(batch.dispatched_us, min(before_us, settled_us - event.compute_us))
-        expected_us = self._capacity.expected_us(batch.lane, batch.planned)
+        expected_us = self._capacity.expected_us(batch.lane, batch.executable)
         causes: Counter[Cause] = Counter()
         for run, number in [(run, len(run)) for run in late] + (expired or []):
             cause = cause_of(

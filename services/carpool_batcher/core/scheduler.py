@@ -73,7 +73,7 @@ from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.doubtful_producers import DoubtfulProducers, planned_size
+from carpool_batcher.core.doubtful_producers import DoubtfulProducers, executable_size
 from carpool_batcher.core.duplicates import IdsInFlight, Separated, separate
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequence import ended_by_force
@@ -102,7 +102,7 @@ class Scheduler:
         self.sequences = Sequences(self.processes if is_bound else None)
         self._kind = kind
         self._settings = settings
-        self._of_batches = self._settings_of_batches()
+        self._batching_settings = self._compile_settings()
         self._producers = DoubtfulProducers()
         self._queue = Queue(self.sequences)
         self._deadlines = Deadlines(self._queue, self.capacity)
@@ -124,7 +124,7 @@ class Scheduler:
     def settings(self, settings: ModelSettings) -> None:
         had_delay = self._settings.max_queue_delay_ms > 0
         self._settings = settings
-        self._of_batches = self._settings_of_batches()
+        self._batching_settings = self._compile_settings()
         if settings.max_queue_delay_ms and not had_delay:
             self._deadlines.watch_all_again(settings)
 
@@ -136,9 +136,9 @@ class Scheduler:
     @kind.setter
     def kind(self, kind: ModelKind) -> None:
         self._kind = kind
-        self._of_batches = self._settings_of_batches()
+        self._batching_settings = self._compile_settings()
 
-    def _settings_of_batches(self) -> ModelSettings:
+    def _compile_settings(self) -> ModelSettings:
         """The settings by which batches are formed."""
         settings = self._settings
         is_stepping = self._kind is ModelKind.STEPPING
@@ -281,7 +281,7 @@ class Scheduler:
         they are in Redis, in the batch."""
         if self._queue.bodies.are_popped:
             self._queue.bodies.launch(batch_id, dispatch.runs)
-        batch = self._in_flight(dispatch, now_us)
+        batch = self._take_into_flight(dispatch, now_us)
         self.capacity.launch(batch_id, batch)
         self._watch_batch(batch_id, batch, dispatch.runs)
 
@@ -320,7 +320,7 @@ class Scheduler:
     def adopt(self, batch_id: str, dispatch: Dispatch, dispatched_us: int) -> None:
         """A batch is in flight that a previous batcher dispatched."""
         self._queue.bodies.launch(batch_id, dispatch.runs)
-        batch = self._in_flight(dispatch, dispatched_us)
+        batch = self._take_into_flight(dispatch, dispatched_us)
         self.capacity.adopt(batch_id, batch)
         self._watch_batch(batch_id, batch, dispatch.runs)
         for run in dispatch.runs:
@@ -429,7 +429,7 @@ class Scheduler:
     def oldest_arrival_us(self) -> int | None:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
-        return self._dispatcher.oldest_arrival_us(self._of_batches, self._polled_us)
+        return self._dispatcher.oldest_arrival_us(self._batching_settings, self._polled_us)
 
     def fill_percent(self, runs: Sequence[Run]) -> int:
         """How full a batch of these runs is, by size or by cost, whichever is nearer to its limit."""
@@ -463,10 +463,10 @@ class Scheduler:
             if self._deadlines.has_due(now_us):
                 return decisions  # very many have expired: first all of these, so that none is dispatched
         if not self._has_sequences:
-            decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
+            decisions += self._dispatcher.dispatch(self._batching_settings, self.custom_policy, now_us)
             return self._answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
-        decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
+        decisions += self._dispatcher.dispatch(self._batching_settings, self.custom_policy, now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
 
@@ -540,7 +540,7 @@ class Scheduler:
 
     def wake_at_us(self) -> int | None:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
-        dispatch_us = self._dispatcher.wake_at_us(self._of_batches, self._polled_us)
+        dispatch_us = self._dispatcher.wake_at_us(self._batching_settings, self._polled_us)
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
         if self._queue.delayed.requests:
             wake_us = earlier(wake_us, self._queue.delayed.wake_at_us())
@@ -552,10 +552,10 @@ class Scheduler:
     def earliest_dispatch_us(self) -> int:
         """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not
         before one settles."""
-        return self._dispatcher.earliest_dispatch_us(self._of_batches, self._polled_us)
+        return self._dispatcher.earliest_dispatch_us(self._batching_settings, self._polled_us)
 
-    def _in_flight(self, dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
-        """What is kept of a batch. Its bodies are not."""
+    def _take_into_flight(self, dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
+        """What is kept of a batch in flight. Its bodies are released."""
         expiring: dict[int, Run] = {}
         arrivals: list[tuple[int, int]] = []
         size = 0
@@ -576,7 +576,7 @@ class Scheduler:
         if not self._producers:
             return batch
         return batch._replace(
-            doubtful=size - planned_size(dispatch.runs),
+            doubtful=size - executable_size(dispatch.runs),
             producers=self._producers.remembered(dispatch.runs),
         )
 

@@ -174,7 +174,7 @@ def result_groups(
     keys: Keys,
     script_keys: ScriptKeys,
     results: Iterable[tuple[Address, Result]],
-    of_runs: Iterable[RunResults] = (),
+    run_results: Iterable[RunResults] = (),
 ) -> Iterator[Group]:
     """The elements of a script's list of results: key index, kind, ranges of tickets and payload of each.
 
@@ -185,7 +185,7 @@ def result_groups(
     in_order: dict[str, list[tuple[TicketRange, Result]]] = {}
     columns: list[RunResults] = []
     addressed = list(results)
-    for of_run in of_runs:
+    for of_run in run_results:
         if of_run.are_columns:
             columns.append(of_run)
         elif of_run.tickets is None:

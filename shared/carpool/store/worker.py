@@ -270,13 +270,13 @@ class WorkerStore:
         results: Mapping[int, tuple[Address, Result]],
         dead: Sequence[DeadLetter],
         executed: Executed,
-        of_runs: Sequence[RunResults] = (),
+        run_results: Sequence[RunResults] = (),
         changes: Sequence[SequenceChange] = (),
     ) -> set[int]:
         """Commit a batch, all or nothing.
 
-        `results` of single requests by position, each with its address, and `of_runs` those of requests of
-        one run. All other positions were answered ahead. `changes`: what all of these results do to
+        `results` of single requests by position, each with its address, and `run_results` those of requests
+        of one run. All other positions were answered ahead. `changes`: what all of these results do to
         sequences.
 
         Returns the positions that must be left out, too, because they had been answered ahead after all: then
@@ -286,9 +286,9 @@ class WorkerStore:
         first_keys, last_keys = self._commit_keys
         script_keys = ScriptKeys(*first_keys, keys.progress(batch.id), *last_keys)
         left_out: set[int] = set()
-        if len(results) + sum([len(of_run.positions) for of_run in of_runs]) < batch.size:
+        if len(results) + sum([len(of_run.positions) for of_run in run_results]) < batch.size:
             left_out = set(range(batch.size)) - results.keys()
-            left_out = left_out.difference(*(of_run.positions for of_run in of_runs))
+            left_out = left_out.difference(*(of_run.positions for of_run in run_results))
         body_keys = [script_keys.index(keys.body(name)) for name in batch.body_names]
         args: list[Argument] = [
             consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, executed.compute_us,
@@ -298,7 +298,7 @@ class WorkerStore:
             len(left_out), *left_out, *list_args(settled_fields(executed)),
             len(body_keys), *body_keys,
         ]  # fmt: skip
-        args += group_list_args(result_groups(keys, script_keys, results.values(), of_runs))
+        args += group_list_args(result_groups(keys, script_keys, results.values(), run_results))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])
         args += change_args(keys, script_keys, changes)
         outcome, *positions = self._link.run(_COMMIT, script_keys.keys, args)
