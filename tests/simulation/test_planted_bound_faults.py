@@ -71,7 +71,7 @@ def believe_in_processes_that_are_gone(patch: Patch) -> None:
 
 @FAULTS.found(examples=53)
 def forget_which_process_has_a_sequence_at_takeover(patch: Patch) -> None:
-    patch.setattr(Processes, "hold", lambda self, sequence, process: None)
+    patch.setattr(Processes, "restore", lambda self, sequence, process: None)
 
 
 @FAULTS.found(examples=60)

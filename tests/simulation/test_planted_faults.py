@@ -138,8 +138,8 @@ def count_positions_by_run(patch: Patch) -> None:
         batch = original(*arguments)
         return batch._replace(expiring=dict(enumerate(batch.expiring.values())))
 
-    original = scheduler.Scheduler._in_flight
-    patch.setattr(scheduler.Scheduler, "_in_flight", in_flight)
+    original = scheduler.Scheduler._take_into_flight
+    patch.setattr(scheduler.Scheduler, "_take_into_flight", in_flight)
 
 
 @FAULTS.found(examples=98)
