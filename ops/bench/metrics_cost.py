@@ -16,7 +16,10 @@ from typing import Final
 
 from prometheus_client import generate_latest
 
-from carpool.messages import MSGPACK, Batch, BatchedRun, BatchSettled, Chunk, Entry, Run, Streamed
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import MSGPACK, Entry, Run
+from carpool.messages.results import Chunk
+from carpool.messages.settled import BatchSettled, Streamed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.steps import KeptChunk, StepWrite
 from carpool_batcher.core.capacity import InFlightBatch

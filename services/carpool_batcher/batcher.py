@@ -21,22 +21,11 @@ import structlog
 from carpool.clock import RedisClock
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
 from carpool.keys import Keys
-from carpool.messages import (
-    UNANSWERED,
-    Batch,
-    BatchedRun,
-    BatchSettled,
-    Dispatch,
-    Entry,
-    Refusal,
-    Result,
-    Run,
-    SequenceChange,
-    SequencesEnd,
-    SlotFreed,
-    Withdrawal,
-    tickets_of_each,
-)
+from carpool.messages.batches import Batch, BatchedRun, Dispatch, tickets_of_each
+from carpool.messages.requests import Entry, Run, SequencesEnd, Withdrawal
+from carpool.messages.results import UNANSWERED, Refusal, Result
+from carpool.messages.sequences import SequenceChange, SlotFreed
+from carpool.messages.settled import BatchSettled
 from carpool.model_settings import ModelKind
 from carpool.rows import only_stored
 from carpool.store.batcher import BatcherStore, EntryChanges

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from carpool.messages import Entry, Refusal, Run
+from carpool.messages.requests import Entry, Run
+from carpool.messages.results import Refusal
 from carpool.rows import only_stored, stored_names
 from carpool.store.batcher import ENTRIES_LOOKED_UP, BatcherStore, EntryChanges
 from carpool.store.reader import id_order

@@ -19,7 +19,10 @@ from carpool.errors import (
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
-from carpool.messages import Dispatch, DispatchReason, Entry, Failures, Refusal, Streamed
+from carpool.messages.batches import Dispatch, DispatchReason
+from carpool.messages.requests import Entry
+from carpool.messages.results import Refusal
+from carpool.messages.settled import Failures, Streamed
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
 from carpool.model_settings import ModelKind
 from carpool.prometheus import CollectorRegistry, Counter, Gauge

@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from carpool.messages import Entry, Refusal, SequenceChange, SequencePart, SlotFreed
+from carpool.messages.requests import Entry, SequencePart
+from carpool.messages.results import Refusal
+from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.rows import stored_names
 from carpool_batcher.core.batch_space import bytes_of
 

@@ -10,7 +10,8 @@ from typing import Final
 
 import structlog
 
-from carpool.messages import Executed, Failures, Result
+from carpool.messages.results import Result
+from carpool.messages.settled import Executed, Failures
 from carpool.store.connection import CommandError
 from carpool.store.results import Address, Answer, FencedError, Start, addresses_of
 from carpool.store.worker import WorkerStore

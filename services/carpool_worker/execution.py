@@ -14,16 +14,11 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from carpool.errors import ABORTED, DEADLINE_EXCEEDED, INTERNAL, OK
-from carpool.messages import (
-    Batch,
-    BatchedRun,
-    DeadLetter,
-    ExecutedOf,
-    Producer,
-    Result,
-    RunResults,
-    SequenceChange,
-)
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import Producer
+from carpool.messages.results import DeadLetter, Result, RunResults
+from carpool.messages.sequences import SequenceChange
+from carpool.messages.settled import ExecutedOf
 from carpool.parts import Buffer
 from carpool.rows import Rows
 from carpool.wire.content_types import answer_type

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
-from carpool.messages import Batch
+from carpool.messages.batches import Batch
 from carpool.readiness import wait_until_ready
 from carpool.shown import shortened
 from carpool_worker.codec import Codec

@@ -24,7 +24,7 @@ from itertools import count
 from typing import Any, Final
 
 from carpool.errors import ABORTED, OK
-from carpool.messages import Batch
+from carpool.messages.batches import Batch
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import CommandError
 from carpool.store.results import FencedError

@@ -14,7 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
-from carpool.messages import PRIORITY_LEVELS
+from carpool.messages.requests import PRIORITY_LEVELS
 from carpool.units import BYTES, MILLISECONDS, number_in
 
 _NUMBER_MAX: Final = 1 << 53  # exclusive; a float holds every smaller integer exactly

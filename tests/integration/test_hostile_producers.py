@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from carpool.keys import Keys
-from carpool.messages import Run
+from carpool.messages.requests import Run
 from carpool.model_settings import ModelSettings
 from carpool.store.worker import WorkerStore
 from carpool_batcher.batcher import ModelBatcher

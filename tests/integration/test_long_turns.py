@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from carpool.keys import Keys
-from carpool.messages import SequencePart
+from carpool.messages.requests import SequencePart
 from carpool.model_settings import ModelSettings
 from carpool.store.reader import ENTRIES_MAX
 from carpool.store.worker import WorkerStore

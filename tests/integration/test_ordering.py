@@ -20,7 +20,10 @@ from redis import Redis
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
 from carpool.keys import Keys
-from carpool.messages import RAW, Batch, Dispatch, Entry, Executed, Refusal, Result, Run, RunResults
+from carpool.messages.batches import Batch, Dispatch
+from carpool.messages.requests import RAW, Entry, Run
+from carpool.messages.results import Refusal, Result, RunResults
+from carpool.messages.settled import Executed
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows
 from carpool.store.batcher import BatcherStore

@@ -11,7 +11,8 @@ import pytest
 from redis import Redis
 
 from carpool.keys import Keys
-from carpool.messages import Dispatch, Run
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Run
 from carpool.model_settings import ModelSettings
 from carpool.store import results
 from carpool.store.batcher import BatcherStore

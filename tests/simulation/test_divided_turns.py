@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from carpool.messages import Refusal, Run, SequenceChange
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
+from carpool.messages.sequences import SequenceChange
 from carpool_batcher import refusals
 from carpool_batcher.core.sequences import Sequences
 from carpool_batcher.refusals import Part, divide

@@ -7,7 +7,8 @@ from typing import Final
 
 import pytest
 
-from carpool.messages import Run, SlotFreed
+from carpool.messages.requests import Run
+from carpool.messages.sequences import SlotFreed
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequence import Sequence
 from carpool_batcher.core.sequences import Sequences

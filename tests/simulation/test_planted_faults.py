@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import pytest
 
-from carpool.messages import Refusal, Run
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies
 from carpool.tickets import Tickets

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import pytest
 
-from carpool.messages import Run, SequenceChange
+from carpool.messages.requests import Run
+from carpool.messages.sequences import SequenceChange
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.sequence import Segment, Sequence, place_of
 from carpool_batcher.core.sequences import Decided, Sequences

@@ -20,7 +20,9 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from carpool.messages import Entry, ExecutedOf, Refusal, Request, Run, Withdrawal
+from carpool.messages.requests import Entry, Request, Run, Withdrawal
+from carpool.messages.results import Refusal
+from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core import queue

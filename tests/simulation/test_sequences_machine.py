@@ -16,7 +16,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
-from carpool.messages import UNANSWERED, Run, SequenceChange, SequencePart
+from carpool.messages.requests import Run, SequencePart
+from carpool.messages.results import UNANSWERED
+from carpool.messages.sequences import SequenceChange
 from support.sequence_harness import SequenceHarness
 
 IDLE_MS = 50

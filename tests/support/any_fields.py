@@ -15,7 +15,8 @@ from typing import Any, Final
 import hypothesis.strategies as st
 import msgpack
 
-from carpool.messages import UNANSWERED, Entry, Refusal, Run, SequencesEnd, Withdrawal
+from carpool.messages.requests import Entry, Run, SequencesEnd, Withdrawal
+from carpool.messages.results import UNANSWERED, Refusal
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.requests import decode_entry, encode_runs, tickets_of
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler

@@ -26,7 +26,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, Batch, Dispatch, Refusal, Result, Run, SequencesEnd, Withdrawal
+from carpool.messages.batches import Batch, Dispatch
+from carpool.messages.requests import CONTENT_TYPES, Run, SequencesEnd, Withdrawal
+from carpool.messages.results import Refusal, Result
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.wire.batches import decode_batch, encode_batch

@@ -29,7 +29,10 @@ from typing import Any, Final
 
 import msgpack
 
-from carpool.messages import ExecutedOf, Refusal, Run, SequenceChange, SlotFreed
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
+from carpool.messages.sequences import SequenceChange, SlotFreed
+from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from support.any_fields import START_MS, Batcher, as_flat

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from carpool.messages import Entry, Refusal, Run, SequenceChange, SlotFreed, Withdrawal
+from carpool.messages.requests import Entry, Run, Withdrawal
+from carpool.messages.results import Refusal
+from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
 from carpool_batcher.core.lane import NEVER_US

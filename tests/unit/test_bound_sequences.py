@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED
-from carpool.messages import Dispatch
+from carpool.messages.batches import Dispatch
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from support.bound_harness import BoundHarness

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 
 from carpool.keys import Keys
-from carpool.messages import JSON, MSGPACK, RAW, BatchedRun, Result
+from carpool.messages.batches import BatchedRun
+from carpool.messages.requests import JSON, MSGPACK, RAW
+from carpool.messages.results import Result
 from carpool.rows import Bodies, Rows
 from carpool.store.arguments import ScriptKeys
 from carpool.store.results import addresses_of, result_groups

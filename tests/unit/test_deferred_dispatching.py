@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from carpool.messages import Refusal
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.deferred import ArrivalRate
 from carpool_batcher.core.dispatching import LANES_UPDATED_MAX, Dispatcher

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from carpool.messages import ExecutedOf, Producer
+from carpool.messages.requests import Producer
+from carpool.messages.settled import ExecutedOf
 from carpool.producer_ratios import PRODUCERS_MAX
 from carpool_batcher.core.deferred import ArrivalRate
 from carpool_batcher.core.doubtful_producers import DoubtfulProducers

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from carpool.errors import DEADLINE_EXCEEDED
-from carpool.messages import Entry, Refusal, Run, SequencePart
+from carpool.messages.requests import Entry, Run, SequencePart
+from carpool.messages.results import Refusal
 from carpool_batcher.core.decisions import refusal
 from carpool_batcher.refusals import POSTPONED_MAX, POSTPONED_US, EarlyRefusals
 

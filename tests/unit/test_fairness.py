@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from carpool.messages import Entry, Run
+from carpool.messages.requests import Entry, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.batch_space import BatchLimits, BatchSpace, bytes_of
 from carpool_batcher.core.fairness import EQUAL_SHARES, NO_WEIGHTS, FairQueue, Shares, shares_of

@@ -23,7 +23,7 @@ import pytest
 
 from carpool import errors
 from carpool.keys import Keys, models_key
-from carpool.messages import DispatchReason
+from carpool.messages.batches import DispatchReason
 from carpool.model_settings import ModelSettings
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool.wire.request_fields import COLUMN_FIELDS, PASSED_ON_FIELDS, PRODUCER_FIELDS, STORED_BODY_FIELDS

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from carpool.errors import INTERNAL, CarpoolError
-from carpool.messages import RAW, Batch, BatchedRun, Chunk, Result
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import RAW
+from carpool.messages.results import Chunk, Result
 from carpool.metrics import (
     DURATIONS_US,
     PERCENTS,

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
-from carpool.messages import JSON, BatchSettled, Entry, Refusal, Run
+from carpool.messages.requests import JSON, Entry, Run
+from carpool.messages.results import Refusal
+from carpool.messages.settled import BatchSettled
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, Times, cause_of, causes_of_refusals
 

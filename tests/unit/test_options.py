@@ -24,7 +24,7 @@ from carpool.client.options import (
 )
 from carpool.client.retries import left_of
 from carpool.errors import CarpoolError, InvalidArgumentError
-from carpool.messages import Entry, Run
+from carpool.messages.requests import Entry, Run
 from carpool.model_settings import ModelSettings
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,

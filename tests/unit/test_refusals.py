@@ -8,7 +8,9 @@ import pytest
 
 import carpool_batcher.refusals as refusals_module
 from carpool.errors import RESOURCE_EXHAUSTED
-from carpool.messages import Entry, Refusal, Run, SequenceChange, SequencePart, SlotFreed
+from carpool.messages.requests import Entry, Run, SequencePart
+from carpool.messages.results import Refusal
+from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.rows import StoredBody
 from carpool_batcher.core.decisions import refusal
 from carpool_batcher.refusals import PART_BYTES, PART_KEYS, Part, divide, without_earlier_breaks

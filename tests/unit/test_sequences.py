@@ -14,7 +14,9 @@ from carpool.errors import (
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
-from carpool.messages import UNANSWERED, Entry, Run, SequenceChange, SequencePart
+from carpool.messages.requests import Entry, Run, SequencePart
+from carpool.messages.results import UNANSWERED
+from carpool.messages.sequences import SequenceChange
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.core.sequence import place_of

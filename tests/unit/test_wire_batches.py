@@ -8,20 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.messages import (
-    RAW,
-    Batch,
-    BatchedRequest,
+from carpool.messages.batches import Batch, BatchedRequest, Dispatch
+from carpool.messages.requests import RAW, Entry, Run, SequencePart
+from carpool.messages.results import DeadLetter
+from carpool.messages.settled import (
     BatchSettled,
-    DeadLetter,
-    Dispatch,
-    Entry,
     Executed,
     ExecutedOf,
     Failures,
     ModelProcessesChanged,
-    Run,
-    SequencePart,
     Streamed,
 )
 from carpool.model_settings import ModelSettings

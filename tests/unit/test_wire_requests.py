@@ -17,18 +17,17 @@ from hypothesis import strategies as st
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.keys import CORRELATION_ID
-from carpool.messages import (
+from carpool.messages.requests import (
     CONTENT_TYPES,
     JSON,
     RAW,
     Entry,
-    Refusal,
-    Result,
     Run,
     SequencePart,
     SequencesEnd,
     Withdrawal,
 )
+from carpool.messages.results import Refusal, Result
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets

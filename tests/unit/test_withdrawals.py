@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from carpool.messages import Dispatch, Entry, Withdrawal
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Entry, Withdrawal
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.scheduler import Scheduler

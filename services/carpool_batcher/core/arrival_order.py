@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeVar
 
-from carpool.messages import Run
+from carpool.messages.requests import Run
 
 OUTDATED_MIN: Final = 64
 AnyItem = TypeVar("AnyItem", bound=tuple[Any, ...])

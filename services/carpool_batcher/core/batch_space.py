@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from carpool.messages import Run
+from carpool.messages.requests import Run
 from carpool.rows import Body, Rows, StoredBody
 
 NO_LIMIT: Final = 1 << 62

@@ -42,7 +42,7 @@ from collections.abc import Sequence
 from heapq import heapreplace
 from typing import Final, NamedTuple
 
-from carpool.messages import Producer, Run
+from carpool.messages.requests import Producer, Run
 from carpool_batcher.core.batch_space import NO_LIMIT
 from carpool_batcher.core.executed_share import ExecutionTimes
 from carpool_batcher.core.lane_latency import LaneLatencies

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from carpool.errors import DEADLINE_EXCEEDED
-from carpool.messages import Run
+from carpool.messages.requests import Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import Decision, Expire, refusal

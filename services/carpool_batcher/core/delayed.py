@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from carpool.messages import PRIORITY_LEVELS, Run
+from carpool.messages.requests import PRIORITY_LEVELS, Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.batch_space import bytes_of
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from carpool.errors import DEADLINE_EXCEEDED, INTERNAL
-from carpool.messages import Dispatch, DispatchReason, Refusal, Run
+from carpool.messages.batches import Dispatch, DispatchReason
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.batch_space import BatchLimits
 from carpool_batcher.core.capacity import Capacity

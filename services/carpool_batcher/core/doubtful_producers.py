@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from carpool.messages import ExecutedOf, Producer, Run
+from carpool.messages.requests import Producer, Run
+from carpool.messages.settled import ExecutedOf
 from carpool.producer_ratios import ProducerRatios
 
 UNEXECUTED_RATIO_MIN: Final = 0.9  # of a producer's requests in its latest batches: these were not executed

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from carpool.messages import Dispatch, Run
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Run
 from carpool.rows import stored_names
 
 _Request = tuple[str | None, str]  # where its result goes, and its correlation ID

@@ -28,7 +28,7 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from carpool.messages import Run
+from carpool.messages.requests import Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.arrival_order import ArrivalOrder, ascending
 from carpool_batcher.core.batch_space import NO_LIMIT, BatchSpace

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
-from carpool.messages import Run
+from carpool.messages.requests import Run
 from carpool_batcher.core.batch_space import BatchLimits, BatchSpace, bytes_of
 from carpool_batcher.core.doubtful_producers import executable_size
 from carpool_batcher.core.fairness import EQUAL_SHARES, FairQueue, Shares, Slice, Turns, TurnsByRank

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from carpool.messages import DispatchReason
+from carpool.messages.batches import DispatchReason
 from carpool_batcher.core.fairness import Turn, Turns
 from carpool_batcher.core.lane import NEVER_US, Lane
 

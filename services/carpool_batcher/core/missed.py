@@ -20,7 +20,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
-from carpool.messages import BatchSettled, Refusal, Run
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
+from carpool.messages.settled import BatchSettled
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
 
 Cause = Literal["early", "waiting", "dispatched_late", "computed_long", "delivered_late"]

@@ -11,7 +11,8 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
-from carpool.messages import PRIORITY_LEVELS, Refusal, Run
+from carpool.messages.requests import PRIORITY_LEVELS, Run
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import StoredBody
 from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of, sizes_bytes

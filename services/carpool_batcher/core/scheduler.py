@@ -56,17 +56,10 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
-from carpool.messages import (
-    UNANSWERED,
-    Dispatch,
-    DispatchReason,
-    Entry,
-    ExecutedOf,
-    Refusal,
-    Run,
-    SequencePart,
-    Withdrawal,
-)
+from carpool.messages.batches import Dispatch, DispatchReason
+from carpool.messages.requests import Entry, Run, SequencePart, Withdrawal
+from carpool.messages.results import UNANSWERED, Refusal
+from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity, InFlightBatch
 from carpool_batcher.core.custom import CustomPolicy

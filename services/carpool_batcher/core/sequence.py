@@ -14,7 +14,8 @@ from itertools import chain
 from typing import Final
 
 from carpool.errors import ABORTED, CANCELLED, INVALID_ARGUMENT
-from carpool.messages import Refusal, Run, SequencePart
+from carpool.messages.requests import Run, SequencePart
+from carpool.messages.results import Refusal
 from carpool_batcher.core.decisions import duplicate, refusal
 
 SEGMENTS_MIN: Final = 16  # of a sequence: with fewer it is not looked which are empty

@@ -25,14 +25,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Final, NamedTuple
 
-from carpool.messages import (
-    KeptSequence,
-    Refusal,
-    Run,
-    SequenceChange,
-    SequencePart,
-    SlotFreed,
-)
+from carpool.messages.requests import Run, SequencePart
+from carpool.messages.results import Refusal
+from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
 from carpool_batcher.core.idle_sequences import IdleSequences
 from carpool_batcher.core.sequence import (
     ENDED_BY_FORCE,

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Final
 
-from carpool.messages import SlotFreed
+from carpool.messages.sequences import SlotFreed
 from carpool_batcher.core.sequence import Sequence, part_of, place_of
 
 

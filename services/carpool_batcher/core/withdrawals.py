@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from carpool.messages import Entry, Refusal, Run, Withdrawal
+from carpool.messages.requests import Entry, Run, Withdrawal
+from carpool.messages.results import Refusal
 from carpool_batcher.core.decisions import Cancel
 
 ArrivedLater = dict[str, set[Run] | None]

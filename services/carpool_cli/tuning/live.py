@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from carpool.clock import RedisClock
 from carpool.errors import CarpoolError
 from carpool.keys import Keys
-from carpool.messages import BatchSettled
+from carpool.messages.settled import BatchSettled
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.settings import ConnectionSettings
 from carpool.shown import complain

@@ -16,7 +16,7 @@ import numpy as np
 
 from carpool.errors import InvalidArgumentError
 from carpool.keys import CORRELATION_ID
-from carpool.messages import PRIORITY_LEVELS
+from carpool.messages.requests import PRIORITY_LEVELS
 from carpool.wire.content_types import ACCEPT, checked
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,

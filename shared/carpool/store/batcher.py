@@ -16,19 +16,10 @@ import msgpack
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.messages import (
-    UNANSWERED,
-    Batch,
-    Dispatch,
-    Entry,
-    KeptSequence,
-    Refusal,
-    Result,
-    Run,
-    SequenceChange,
-    SlotFreed,
-    tickets_of_each,
-)
+from carpool.messages.batches import Batch, Dispatch, tickets_of_each
+from carpool.messages.requests import Entry, Run
+from carpool.messages.results import UNANSWERED, Refusal, Result
+from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
 from carpool.model_settings import RESULT_BYTES_DEFAULT
 from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args

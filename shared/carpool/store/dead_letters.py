@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from carpool.keys import Keys
-from carpool.messages import KeptDeadLetter
+from carpool.messages.results import KeptDeadLetter
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import no_errors

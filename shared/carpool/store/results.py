@@ -10,15 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Self
 
 from carpool.keys import Keys
-from carpool.messages import (
-    Batch,
-    BatchedRequest,
-    Result,
-    ResultColumns,
-    RunResults,
-    SequenceChange,
-    tickets_of_each,
-)
+from carpool.messages.batches import Batch, BatchedRequest, tickets_of_each
+from carpool.messages.results import Result, ResultColumns, RunResults
+from carpool.messages.sequences import SequenceChange
 from carpool.rows import Rows
 from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script

@@ -8,7 +8,10 @@ from typing import Final, NamedTuple, Self
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, DeadLetter, Executed, Result, RunResults, SequenceChange
+from carpool.messages.batches import Batch
+from carpool.messages.results import DeadLetter, Result, RunResults
+from carpool.messages.sequences import SequenceChange
+from carpool.messages.settled import Executed
 from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args

@@ -10,18 +10,15 @@ from typing import Any, Final
 
 import msgpack
 
-from carpool.messages import (
-    Batch,
-    BatchedRun,
+from carpool.messages.batches import Batch, BatchedRun, Dispatch
+from carpool.messages.requests import SequencePart
+from carpool.messages.results import DeadLetter, KeptDeadLetter
+from carpool.messages.settled import (
     BatchSettled,
-    DeadLetter,
-    Dispatch,
     Executed,
     ExecutedOf,
     Failures,
-    KeptDeadLetter,
     ModelProcessesChanged,
-    SequencePart,
     SettledEvent,
     Streamed,
 )

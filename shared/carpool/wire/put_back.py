@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import msgpack
 
-from carpool.messages import Entry, Refusal, Run
+from carpool.messages.requests import Entry, Run
+from carpool.messages.results import Refusal
 from carpool.rows import Body, Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
 from carpool.wire.columns import COLUMNS_ONLY, column_body_fields

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
-from carpool.messages import JSON
+from carpool.messages.requests import JSON
 from carpool.wire.content_types import ACCEPT, canonical, checked
 
 MAX_REQUESTS_PER_ENTRY: Final = 4096

@@ -19,7 +19,7 @@ import msgpack
 
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
-from carpool.messages import Entry, Run, Withdrawal
+from carpool.messages.requests import Entry, Run, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.wire.columns import decode_columns, head_bytes, is_columns
 from carpool.wire.field_hints import NAMES_LOOKED_AT_MAX
