@@ -28,9 +28,9 @@ from carpool.model_settings import ModelKind
 from carpool.prometheus import CollectorRegistry, Counter, Gauge
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.learned.transit import RecentTimes
 from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_batcher.core.transit import RecentTimes
 from carpool_batcher.recent_latency import RecentLatency, count_equal
 
 _GAUGES: Final = {  # in the order of wire.report.Gauges

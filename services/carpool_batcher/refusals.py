@@ -25,7 +25,7 @@ from carpool.messages.requests import Entry, SequencePart
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.rows import stored_names
-from carpool_batcher.core.batch_space import bytes_of
+from carpool_batcher.core.waiting.batch_space import bytes_of
 
 POSTPONED_US: Final = 2000  # a producer learns of it still before the deadline, or soon after
 POSTPONED_MAX: Final = 64  # then they are answered at once

@@ -16,7 +16,7 @@ from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange
 from carpool_batcher import refusals
-from carpool_batcher.core.sequences import Sequences
+from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.refusals import Part, divide
 from support.planting import Fault, Faults, Patch, of_property
 from support.sequence_harness import MS, SequenceHarness

@@ -9,10 +9,10 @@ import pytest
 
 from carpool.messages.requests import Run
 from carpool.messages.sequences import SlotFreed
-from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.sequence import Sequence
-from carpool_batcher.core.sequences import Sequences
-from carpool_batcher.core.space import Processes
+from carpool_batcher.core.sequences.sequence import Sequence
+from carpool_batcher.core.sequences.sequences import Sequences
+from carpool_batcher.core.sequences.space import Processes
+from carpool_batcher.core.waiting.queue import Queue
 from simulation.test_bound_machine import BoundMachine
 from support.planting import Fault, Faults, Patch, of_machine
 from unit import test_bound_sequences as examples

@@ -9,9 +9,9 @@ import pytest
 
 from carpool.messages.requests import Run
 from carpool.messages.sequences import SequenceChange
-from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.sequence import Segment, Sequence, place_of
-from carpool_batcher.core.sequences import Decided, Sequences
+from carpool_batcher.core.sequences.sequence import Segment, Sequence, place_of
+from carpool_batcher.core.sequences.sequences import Decided, Sequences
+from carpool_batcher.core.waiting.queue import Queue
 from simulation.test_sequences_machine import SequencesMachine
 from support.planting import Fault, Faults, Patch, of_machine
 from support.sequence_harness import SequenceStore

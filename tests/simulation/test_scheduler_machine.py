@@ -25,14 +25,14 @@ from carpool.messages.results import Refusal
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows, StoredBody
-from carpool_batcher.core import queue
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.dispatching import PLANNED_BATCHES_MAX
-from carpool_batcher.core.lane import NEVER_US
-from carpool_batcher.core.lane_index import Claim, Gate
+from carpool_batcher.core.learned.transit import magnitude
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
-from carpool_batcher.core.transit import magnitude
-from carpool_batcher.core.withdrawals import PAUSE_US
+from carpool_batcher.core.waiting import queue
+from carpool_batcher.core.waiting.lane import NEVER_US
+from carpool_batcher.core.waiting.lane_index import Claim, Gate
+from carpool_batcher.core.waiting.withdrawals import PAUSE_US
 
 MAX_BATCH_BYTES = 40  # small, so that batches reach it
 START_US = 1_000_000

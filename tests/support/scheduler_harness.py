@@ -11,8 +11,8 @@ from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
-from carpool_batcher.core.lane import NEVER_US
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
+from carpool_batcher.core.waiting.lane import NEVER_US
 
 MS = 1000
 

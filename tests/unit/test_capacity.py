@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
-from carpool_batcher.core.lane_latency import LANE_BATCHES_MIN, LANES_MAX
+from carpool_batcher.core.learned.lane_latency import LANE_BATCHES_MIN, LANES_MAX
 
 MS = 1000
 ROUND_TRIP = 1 * MS

@@ -15,9 +15,9 @@ from carpool_batcher.core.deferred import (
     latest_start_us,
     plan,
 )
-from carpool_batcher.core.lane import NEVER_US
-from carpool_batcher.core.latency import LatencyModel
-from carpool_batcher.core.transit import MAGNITUDES, TransitBySize
+from carpool_batcher.core.learned.latency import LatencyModel
+from carpool_batcher.core.learned.transit import MAGNITUDES, TransitBySize
+from carpool_batcher.core.waiting.lane import NEVER_US
 
 thorough = settings(deadline=None, max_examples=400)
 

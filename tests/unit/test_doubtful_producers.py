@@ -11,10 +11,10 @@ from carpool.messages.requests import Producer
 from carpool.messages.settled import ExecutedOf
 from carpool.producer_ratios import PRODUCERS_MAX
 from carpool_batcher.core.deferred import ArrivalRate
-from carpool_batcher.core.doubtful_producers import DoubtfulProducers
-from carpool_batcher.core.executed_share import BATCHES_MAX
-from carpool_batcher.core.fairness import Shares, Slice
-from carpool_batcher.core.lane import Lane
+from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers
+from carpool_batcher.core.learned.executed_share import BATCHES_MAX
+from carpool_batcher.core.waiting.fairness import Shares, Slice
+from carpool_batcher.core.waiting.lane import Lane
 from support.scheduler_harness import MS, SchedulerHarness
 
 FLOOD: Producer = ("", "flood")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from carpool.messages.requests import Entry, Run
-from carpool_batcher.core.sequence import part_of
+from carpool_batcher.core.sequences.sequence import part_of
 from support import planting
 from support.planting import Fault, Faults, NotFoundError, Patch, must_show, of_machine
 

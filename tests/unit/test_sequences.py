@@ -1,4 +1,4 @@
-"""Sequences: the rules at the top of `core/sequences.py`, in virtual time."""
+"""Sequences: the rules at the top of `core/sequences/sequences.py`, in virtual time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from carpool.messages.results import UNANSWERED
 from carpool.messages.sequences import SequenceChange
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_batcher.core.sequence import place_of
+from carpool_batcher.core.sequences.sequence import place_of
 from support.sequence_harness import SequenceHarness
 
 # --- order -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from carpool.settings import read_settings
 from carpool.wire.report import BatcherReport, Gauges
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_cli.screen import Screen
 from carpool_cli.tuning.observed import ObservedSizes
 from carpool_cli.tuning.simulate import (

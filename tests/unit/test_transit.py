@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from carpool_batcher.core.transit import (
+from carpool_batcher.core.learned.transit import (
     FORGOTTEN_AFTER_BATCHES,
     LONGEST_TRANSIT_RATIO_MAX,
     MAGNITUDES,

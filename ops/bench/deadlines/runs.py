@@ -15,7 +15,7 @@ from host import STOLEN_MAX, CpuShares
 
 from carpool.model_settings import ModelSettings
 from carpool.wire.report import BatcherReport
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import recorded
 from carpool_cli.tuning.reported import with_transit

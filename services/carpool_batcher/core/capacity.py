@@ -17,7 +17,7 @@ If batches take less time than that, two full ones are dispatched ahead of a pro
 the first, and not for the batcher to learn that a batch settled. What such a batch then waits is part of its
 time: it settles as if it had been dispatched one usual round trip before its process becomes free.
 
-A deadline is met when the producer has the result, after its transit (`core.transit`). For deadlines that
+A deadline is met when the producer has the result, after its transit (`learned.transit`). For deadlines that
 counts as nine of ten are, as the longest ones, or as usual (`core.deferred` says when); otherwise as the
 median.
 
@@ -27,7 +27,7 @@ batches of one, dispatches are spaced evenly: with N processes one every l(n) / 
 longer than that. The more l(n) grows with n, the shorter this interval is; where l(n) is proportional to n,
 it is 0.
 
-Of a bound model each batch is for one process, and `core.space` knows whether that is idle (BoundCapacity).
+Of a bound model each batch is for one process; `sequences.space` knows whether that is idle (BoundCapacity).
 
 A process of a stepping model takes as many batches at a time as it has slots, each of one request, and a few
 more that get a slot as soon as one is free. There l(n) is not learned, and all of the above follows from
@@ -43,11 +43,11 @@ from heapq import heapreplace
 from typing import Final, NamedTuple
 
 from carpool.messages.requests import Producer, Run
-from carpool_batcher.core.batch_space import NO_LIMIT
-from carpool_batcher.core.executed_share import ExecutionTimes
-from carpool_batcher.core.lane_latency import LaneLatencies
-from carpool_batcher.core.latency import LatencyModel
-from carpool_batcher.core.transit import Transit
+from carpool_batcher.core.learned.executed_share import ExecutionTimes
+from carpool_batcher.core.learned.lane_latency import LaneLatencies
+from carpool_batcher.core.learned.latency import LatencyModel
+from carpool_batcher.core.learned.transit import Transit
+from carpool_batcher.core.waiting.batch_space import NO_LIMIT
 
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
@@ -64,7 +64,7 @@ class InFlightBatch(NamedTuple):
     `arrivals`: when the requests arrived, as (us, number of requests). `runs`: of all but plain models.
     `cost`: only where each request takes a slot (`Capacity.set_slots`). `process`: of a bound model, the one
     that executes it. `doubtful`: how many requests the model is not expected to execute. `producers`: those
-    of whom `core.doubtful_producers` remembers something."""
+    of whom `learned.doubtful_producers` remembers something."""
 
     dispatched_us: int
     size: int
@@ -291,7 +291,7 @@ class Capacity:
 
     def begin_trial(self, lane: str, now_us: int) -> bool:
         """Whether to dispatch a batch of a lane although none of its requests can be in time, to learn its
-        latency (`core.lane_latency`). O(batches in flight)."""
+        latency (`learned.lane_latency`). O(batches in flight)."""
         if any(batch.lane == lane for batch in self.in_flight.values()):
             return False
         return self._latencies.begin_trial(lane, now_us)

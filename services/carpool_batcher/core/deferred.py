@@ -1,8 +1,8 @@
 """The policy `deferred`: dispatch as late as deadlines allow, and refuse early what cannot be in time.
 
 The producer of a request is expected to have its result by t + transit + l(n), if it is dispatched at t in a
-batch of n. Here l(n) includes the margin of `core.latency`; transit is round trip and delivery
-(`core.transit`). So with d the earliest deadline, n requests are dispatched just before a batch of n + 1
+batch of n. Here l(n) includes the margin of `learned.latency`; transit is round trip and delivery
+(`learned.transit`). So with d the earliest deadline, n requests are dispatched just before a batch of n + 1
 would be late:
 
     at d - transit - l(n + 1),    or at once if to wait for more would not raise throughput.
@@ -38,9 +38,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
-from carpool_batcher.core.executed_share import ExecutionTimes
-from carpool_batcher.core.lane import NEVER_US
-from carpool_batcher.core.transit import TransitBySize, magnitude
+from carpool_batcher.core.learned.executed_share import ExecutionTimes
+from carpool_batcher.core.learned.transit import TransitBySize, magnitude
+from carpool_batcher.core.waiting.lane import NEVER_US
 
 # How likely a request is taken to be in time. Its deadline leaves less time than the usual transit; as much
 # (so 0.5 to 0.9); as much as nine of ten do not exceed (0.9 to 1); or as much as the longest takes.

@@ -1,6 +1,6 @@
 """When a batch is dispatched, why, and with which requests: rules 1 to 3 at the top of `core.scheduler`.
 
-`core.queue` holds the waiting runs, and `core.capacity` knows when processes are free. Here is only the index
+`waiting.queue` holds the waiting runs, and `core.capacity` knows when processes are free. Here is the index
 of lanes by when they have a batch: it follows the lanes that changed, and is made anew when settings change.
 """
 
@@ -14,17 +14,17 @@ from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.batch_space import BatchLimits
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.decisions import Decision, refusal
 from carpool_batcher.core.deferred import ArrivalRate, Forecast, is_efficient, latest_start_us, plan
-from carpool_batcher.core.doubtful_producers import executable_size
-from carpool_batcher.core.fairness import Shares, Slice
-from carpool_batcher.core.lane import NEVER_US, Lane, PoppedBatch
-from carpool_batcher.core.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
-from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.space import Processes
+from carpool_batcher.core.learned.doubtful_producers import executable_size
+from carpool_batcher.core.sequences.space import Processes
+from carpool_batcher.core.waiting.batch_space import BatchLimits
+from carpool_batcher.core.waiting.fairness import Shares, Slice
+from carpool_batcher.core.waiting.lane import NEVER_US, Lane, PoppedBatch
+from carpool_batcher.core.waiting.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
+from carpool_batcher.core.waiting.queue import Queue
 
 # How many waiting requests a plan considers one by one, in batches of the largest size; and as batches, for
 # each process.

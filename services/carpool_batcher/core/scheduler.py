@@ -16,9 +16,9 @@
    Under the policy `deferred` the reason idle does not apply. A batch is dispatched as late as its deadlines
    allow (`core.deferred`), and requests that cannot meet their deadlines are refused before execution. This
    needs l(n), and a deadline in the lane or `target_latency_ms`; without them all reasons apply, idle too.
-   No time is planned for requests that the model is not expected to execute (`core.doubtful_producers`).
+   No time is planned for requests that the model is not expected to execute (`learned.doubtful_producers`).
 3. Of the lanes with a ready batch, the one with the highest priority comes first, then the one of the tenant
-   whose turn is next (`core.fairness`), then the one with its oldest request. While it has to wait until a
+   whose turn is next (`waiting.fairness`), then the one with its oldest request. While it has to wait until a
    process is free, full batches may be dispatched before it, as many as there are processes. Within a batch:
    higher priority first, then tenants in fair turns, then arrival. A batch has requests of one lane only, and
    requests of other lanes do not close it.
@@ -38,10 +38,11 @@
    is withdrawn in flight is answered there.
 8. Requests of a sequence are served one at a time, in order (`core.sequences`). Of each sequence at most one
    waiting request takes part in rules 1 to 3; all of them in the others.
-9. Of a bound model each sequence stays with one process (`core.space`). A batch has requests of the sequences
-   of one process, and is dispatched when that has no other.
-10. A request that its producer put off (`not_before`) waits outside of its lane until then (`core.delayed`).
-   It counts against the limits of rule 5, and can be withdrawn; to all other rules it arrives at that time.
+9. Of a bound model each sequence stays with one process (`sequences.space`). A batch has requests of the
+   sequences of one process, and is dispatched when that has no other.
+10. A request that its producer put off (`not_before`) waits outside of its lane until then
+   (`waiting.delayed`). It counts against the limits of rule 5, and can be withdrawn; to all other rules it
+   arrives at that time.
 
 A request is in exactly one state:
 
@@ -66,13 +67,13 @@ from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.doubtful_producers import DoubtfulProducers, executable_size
-from carpool_batcher.core.duplicates import IdsInFlight, Separated, separate
-from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.sequence import ended_by_force
-from carpool_batcher.core.sequences import Sequences
-from carpool_batcher.core.space import Processes
-from carpool_batcher.core.withdrawals import PendingWithdrawals, RequestsInFlight, Withdrawn
+from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers, executable_size
+from carpool_batcher.core.sequences.sequence import ended_by_force
+from carpool_batcher.core.sequences.sequences import Sequences
+from carpool_batcher.core.sequences.space import Processes
+from carpool_batcher.core.waiting.duplicates import IdsInFlight, Separated, separate
+from carpool_batcher.core.waiting.queue import Queue
+from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, RequestsInFlight, Withdrawn
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 

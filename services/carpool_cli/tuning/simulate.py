@@ -18,7 +18,7 @@ from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ConnectionSettings, Milliseconds, read_settings
 from carpool.shown import printable_json
 from carpool.wire.report import BatcherReport
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.config import Changes, ConfigError, parse
 from carpool_cli.screen import Progress, ProgressBar, Screen, count, table

@@ -24,7 +24,7 @@ from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages.requests import JSON, Entry, Run
 from carpool.messages.results import Refusal
 from carpool.rows import Bodies
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire
 from carpool_cli.tuning.arrivals import Arrival
 

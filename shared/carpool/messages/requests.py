@@ -98,7 +98,7 @@ class Run:
     sequence: SequencePart | None = None  # then it is a run of one
     # How long it is delayed after its entry arrived; then `arrival_us` is the end of that time.
     not_before_ms: int = 0
-    is_doubtful: bool = False  # the model is not expected to execute it (`core.doubtful_producers`)
+    is_doubtful: bool = False  # the model is not expected to execute it (`learned.doubtful_producers`)
 
     def __len__(self) -> int:
         return len(self.correlation_ids)

@@ -1,10 +1,10 @@
 """All sequences of a model: their heads, how many are kept at a time, and when idle ones end.
 
 1. Of each sequence at most one request is in a lane (its *head*) or in flight. Its other waiting requests are
-   *followers*. When the request in flight was answered OK, the next one becomes the head (`core.sequence`).
+   *followers*. When the request in flight was answered OK, the next one becomes the head.
 2. A request that ends in any other way breaks its sequence: those that stand after it, up to the next
    start, are answered ABORTED. Those that stand before it are still served.
-3. A start needs space (`core.space`). If there is none it waits, in the order of arrival. A start of a
+3. A start needs space (`sequences.space`). If there is none it waits, in the order of arrival. A start of a
    sequence that is begun has its space: earlier requests finish, then it begins anew.
 4. A sequence without a request in a lane or in flight is *idle*. After `idle_us` it is ended; if requests
    wait for an index, or for a start, these are refused. Of broken ones for which nothing waits, no more are
@@ -28,8 +28,8 @@ from typing import Final, NamedTuple
 from carpool.messages.requests import Run, SequencePart
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
-from carpool_batcher.core.idle_sequences import IdleSequences
-from carpool_batcher.core.sequence import (
+from carpool_batcher.core.sequences.idle_sequences import IdleSequences
+from carpool_batcher.core.sequences.sequence import (
     ENDED_BY_FORCE,
     FAILED_BEFORE,
     PROCESS_GONE,
@@ -46,7 +46,7 @@ from carpool_batcher.core.sequence import (
     processed_already,
     sent_twice,
 )
-from carpool_batcher.core.space import Space, WaitingStarts, lane_of_process
+from carpool_batcher.core.sequences.space import Space, WaitingStarts, lane_of_process
 
 REFUSED_AT_ONCE: Final = 256  # requests, or sequences that are looked at, in a piece
 SOUGHT_AT_ONCE: Final = 4096  # waiting requests, in a piece

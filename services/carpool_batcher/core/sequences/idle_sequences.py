@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from carpool_batcher.core.sequence import Sequence
+from carpool_batcher.core.sequences.sequence import Sequence
 
 
 class IdleSequences:

@@ -30,8 +30,8 @@ from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.arrival_order import ArrivalOrder, ascending
-from carpool_batcher.core.batch_space import NO_LIMIT, BatchSpace
+from carpool_batcher.core.waiting.arrival_order import ArrivalOrder, ascending
+from carpool_batcher.core.waiting.batch_space import NO_LIMIT, BatchSpace
 
 NO_WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({})
 COST_DURATION: Final = 1 << 32  # of one unit of cost with weight 1, in virtual time
@@ -175,7 +175,7 @@ class FairQueue:
 
     O(1) while one tenant waits; O(log of the waiting tenants) for each turn with more, and once more for each
     turn that a tenant had in another lane meanwhile. O(log of the waiting runs) for those that are not
-    inserted in the order of arrival (`core.arrival_order`).
+    inserted in the order of arrival (`waiting.arrival_order`).
     """
 
     __slots__ = ("_changed", "_oldest", "_queued", "_runs", "_turns", "_turns_here", "changed_heads")

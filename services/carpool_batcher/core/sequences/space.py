@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from carpool.messages.sequences import SlotFreed
-from carpool_batcher.core.sequence import Sequence, part_of, place_of
+from carpool_batcher.core.sequences.sequence import Sequence, part_of, place_of
 
 
 class Space:

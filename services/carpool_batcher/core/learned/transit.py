@@ -10,7 +10,7 @@ enough, and large batches are never taken to be faster than small ones. A magnit
 long is forgotten: if it was slow while the machine was, it might be avoided for ever.
 
 If transit was long for a moment, no request may seem to be in time any more. Then only trials are executed
-(`core.lane_latency`), ten in a second, and it would take seconds until they outnumber what was learned. So if
+(`learned.lane_latency`), ten in a second. It would take seconds until they outnumber what was learned. So if
 two batches in turn, each dispatched after a pause, take less than half of what is usual for their magnitude,
 all is learned anew.
 """

@@ -2,7 +2,7 @@
 
 l(n) is the monotone curve that was seen. No formula is fitted: a model may take steps, because it pads its
 batches to 8, 16 and 32, or grow like a logarithm. The median observation of each class of sizes
-(`core.size_class`) is a knot of the curve (`core.curve`). Knots that fall with rising size are pooled
+(`learned.size_class`) is a knot of the curve (`learned.curve`). Knots that fall with rising size are pooled
 (isotonic regression). Between knots the curve is straight, below the first one it is constant, and beyond the
 last one it grows as in the octave before that. Of the batches of a size, a tenth take longer than `at_most`.
 
@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Final
 
-from carpool_batcher.core.curve import Curve, Knot, beyond_us, non_decreasing, with_steps
-from carpool_batcher.core.size_class import (
+from carpool_batcher.core.learned.curve import Curve, Knot, beyond_us, non_decreasing, with_steps
+from carpool_batcher.core.learned.size_class import (
     EXACT_SIZES_MAX,
     TRUSTED_OBSERVATIONS_MIN,
     SeenTime,

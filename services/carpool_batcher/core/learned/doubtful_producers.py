@@ -6,7 +6,7 @@ executed, a flood of them would make others wait, and be refused early, for time
 of such a producer is doubtful: it is dispatched in its turn, and no time is planned for it. Once some of what
 a producer sends was executed, time is planned for it again.
 
-`core.executed_share` is for what cannot be told by producer: requests that fail now and then, and many
+`learned.executed_share` is for what cannot be told by producer: requests that fail now and then, and many
 producers that each send few.
 """
 

@@ -2,7 +2,7 @@
 
 For each lane with waiting requests there is one claim. Of the lanes that are ready, those with requests of
 the highest rank come first. Of these, the ones in which that tenant waits whose turn is next, over all lanes
-(`core.fairness`); and of these, the one in which its oldest request waits.
+(`waiting.fairness`); and of these, the one in which its oldest request waits.
 
 Therefore a lane that is ready is listed for each tenant that waits in it. When a tenant is served anywhere,
 only its turn moves, and not its lanes. A change of a lane costs O(log lanes), and O(tenants in it) if it
@@ -21,8 +21,8 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 from carpool.messages.batches import DispatchReason
-from carpool_batcher.core.fairness import Turn, Turns
-from carpool_batcher.core.lane import NEVER_US, Lane
+from carpool_batcher.core.waiting.fairness import Turn, Turns
+from carpool_batcher.core.waiting.lane import NEVER_US, Lane
 
 ANY_TIME_US: Final = 0  # `ready_at_us` of a batch that is ready whatever the time
 CLAIMS_MIN: Final = 64

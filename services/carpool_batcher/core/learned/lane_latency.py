@@ -14,8 +14,8 @@ import copy
 from collections import OrderedDict
 from typing import Final
 
-from carpool_batcher.core.executed_share import ExecutedShares, ExecutionTimes, ExpectedTimes
-from carpool_batcher.core.latency import LatencyModel
+from carpool_batcher.core.learned.executed_share import ExecutedShares, ExecutionTimes, ExpectedTimes
+from carpool_batcher.core.learned.latency import LatencyModel
 
 LANES_MAX: Final = 64  # producers choose the names: the lanes that settled last are kept
 LANE_BATCHES_MIN: Final = 4  # executed batches of a lane, before it uses its own model

@@ -12,9 +12,9 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run
-from carpool_batcher.core.batch_space import BatchLimits, BatchSpace, bytes_of
-from carpool_batcher.core.doubtful_producers import executable_size
-from carpool_batcher.core.fairness import EQUAL_SHARES, FairQueue, Shares, Slice, Turns, TurnsByRank
+from carpool_batcher.core.learned.doubtful_producers import executable_size
+from carpool_batcher.core.waiting.batch_space import BatchLimits, BatchSpace, bytes_of
+from carpool_batcher.core.waiting.fairness import EQUAL_SHARES, FairQueue, Shares, Slice, Turns, TurnsByRank
 
 NEVER_US: Final = 1 << 62
 
@@ -76,14 +76,14 @@ class PoppedBatch(NamedTuple):
 
 class Lane:
     """Requests that may share a batch. With one tenant, adding, removing or taking a run is O(1), except
-    `insert` of one that was put back; `core.fairness` has the cost with more tenants.
+    `insert` of one that was put back; `waiting.fairness` has the cost with more tenants.
 
     `name` is unique in the queue; `label` is the lane that producers named. They differ where `process` is to
     execute its requests, of a bound model. `turns` are those of tenants in all lanes of the model.
 
     `count`, `cost` and `bytes` are totals over all requests. `doubtful`: how many of them the model is not
-    expected to execute (`core.doubtful_producers`). `urgent`: runs that must be dispatched now to meet their
-    deadlines. `expired`: see the module. Only the Queue changes a lane.
+    expected to execute (`learned.doubtful_producers`). `urgent`: runs that must be dispatched now to
+    meet their deadlines. `expired`: see the module. Only the Queue changes a lane.
     """
 
     __slots__ = (

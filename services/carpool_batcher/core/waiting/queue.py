@@ -15,14 +15,14 @@ from carpool.messages.requests import PRIORITY_LEVELS, Run
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import StoredBody
-from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of, sizes_bytes
 from carpool_batcher.core.decisions import duplicate, refusal
-from carpool_batcher.core.delayed import DelayedRuns
-from carpool_batcher.core.duplicates import BodiesInUse, WaitingIds, repeated_in
-from carpool_batcher.core.fairness import EQUAL_SHARES, Shares, Slice, Turns, TurnsByRank, shares_of
-from carpool_batcher.core.lane import Lane, PoppedBatch
-from carpool_batcher.core.sequences import Decided, Sequences
-from carpool_batcher.core.withdrawals import ArrivedLater
+from carpool_batcher.core.sequences.sequences import Decided, Sequences
+from carpool_batcher.core.waiting.batch_space import NO_LIMIT, BatchLimits, bytes_of, sizes_bytes
+from carpool_batcher.core.waiting.delayed import DelayedRuns
+from carpool_batcher.core.waiting.duplicates import BodiesInUse, WaitingIds, repeated_in
+from carpool_batcher.core.waiting.fairness import EQUAL_SHARES, Shares, Slice, Turns, TurnsByRank, shares_of
+from carpool_batcher.core.waiting.lane import Lane, PoppedBatch
+from carpool_batcher.core.waiting.withdrawals import ArrivedLater
 
 MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
 _Pop = Callable[[BatchLimits, Shares], PoppedBatch]

@@ -13,7 +13,7 @@ from itertools import count
 
 from carpool.messages.requests import PRIORITY_LEVELS, Run
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.batch_space import bytes_of
+from carpool_batcher.core.waiting.batch_space import bytes_of
 
 
 class DelayedRuns:
