@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any, Final, NamedTuple
 
 from carpool.lifecycle import collect_garbage_rarely
-from carpool.messages import Entry, Run
+from carpool.messages.requests import Entry, Run
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
 from carpool_batcher.core.scheduler import Dispatch, Scheduler

@@ -35,7 +35,7 @@ from throughput import many, until_served
 
 from carpool.client.aio import AsyncClient
 from carpool.keys import DEFAULT_PREFIX, Keys
-from carpool.messages import RAW
+from carpool.messages.requests import RAW
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import Link
 from carpool.store.directory import Directory

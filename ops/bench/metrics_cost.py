@@ -16,7 +16,10 @@ from typing import Final
 
 from prometheus_client import generate_latest
 
-from carpool.messages import MSGPACK, Batch, BatchedRun, BatchSettled, Chunk, Entry, Run, Streamed
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import MSGPACK, Entry, Run
+from carpool.messages.results import Chunk
+from carpool.messages.settled import BatchSettled, Streamed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.steps import KeptChunk, StepWrite
 from carpool_batcher.core.capacity import InFlightBatch
@@ -51,7 +54,7 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     def record() -> None:
         meter.dispatched(batches, scheduler, 5_000)
         meter.settled(in_flight, 7_000)
-        scheduler.capacity.ways.observe_delivery(300)
+        scheduler.capacity.transit.observe_delivery(300)
         missed.settled(event, in_flight, 7_000)
 
     return record, metrics

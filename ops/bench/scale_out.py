@@ -29,7 +29,7 @@ from sleeper import Sleeper
 
 from carpool.client.aio import AsyncClient
 from carpool.keys import Keys
-from carpool.messages import BatchSettled
+from carpool.messages.settled import BatchSettled
 from carpool.store.connection import Link
 from carpool.wire.batches import decode_settled
 from carpool_cli.local.embedded import EmbeddedRedis

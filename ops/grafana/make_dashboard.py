@@ -223,7 +223,7 @@ ROWS: Final[dict[str, list[Panel]]] = {
                 "waiting {{model}}": "sum by (model) (carpool_waiting_requests{M})",
                 "delayed {{model}}": "sum by (model) (carpool_delayed_requests{M})",
                 "in flight {{model}}": "sum by (model) (carpool_in_flight_requests{M})",
-                "withheld {{model}}": "sum by (model) (carpool_held_results{M})",
+                "withheld {{model}}": "sum by (model) (carpool_withheld_results{M})",
             },
             width=6,
         ),
@@ -354,7 +354,7 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "early, waiting: more arrives than the workers can serve; start workers. dispatched_late: its "
             "batch could not begin in time; start workers, or try the policy deferred. computed_long: the "
             "model took longer than was learned, or than deadlines allow; look at the device, allow more "
-            "time, or make batches smaller. delivered_late: the ways to the worker and back took too long; "
+            "time, or make batches smaller. delivered_late: transit took too long; "
             "look at the CPU of Redis and of all processes, and for workers that ended.",
             {"{{cause}}": "sum by (cause) (rate(carpool_missed_deadlines_total{M}[T]))"},
             stacked=True,

@@ -21,22 +21,11 @@ import structlog
 from carpool.clock import RedisClock
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
 from carpool.keys import Keys
-from carpool.messages import (
-    UNANSWERED,
-    Batch,
-    BatchedRun,
-    BatchSettled,
-    Dispatch,
-    Entry,
-    Refusal,
-    Result,
-    Run,
-    SequenceChange,
-    SequencesEnd,
-    SlotFreed,
-    Withdrawal,
-    tickets_of_each,
-)
+from carpool.messages.batches import Batch, BatchedRun, Dispatch, tickets_of_each
+from carpool.messages.requests import Entry, Run, SequencesEnd, Withdrawal
+from carpool.messages.results import UNANSWERED, Refusal, Result
+from carpool.messages.sequences import SequenceChange, SlotFreed
+from carpool.messages.settled import BatchSettled
 from carpool.model_settings import ModelKind
 from carpool.rows import only_stored
 from carpool.store.batcher import BatcherStore, EntryChanges
@@ -47,14 +36,12 @@ from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
-from carpool.wire.kinds import kind_of
 from carpool.wire.requests import Decoded, decode_in_pieces, refuse_oversized
 from carpool_batcher.answer_log import AnswerLog
 from carpool_batcher.core.capacity import InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler, earlier
-from carpool_batcher.core.sequence_refusals import did_not_succeed
-from carpool_batcher.early_refusals import EarlyRefusals
+from carpool_batcher.core.sequences.sequence import did_not_succeed
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
@@ -67,10 +54,10 @@ from carpool_batcher.entries import (
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
 from carpool_batcher.policies import Policies
-from carpool_batcher.refusal_parts import divide
+from carpool_batcher.refusals import EarlyRefusals, divide
 
 REPORT_INTERVAL_US: Final = 1_000_000
-REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it: an ACL file older than reports forbids it
+REPORT_RETRY_US: Final = 60_000_000  # after Redis refused it, as when its memory is full
 IDLE_AFTER_US: Final = 3_000_000  # without anything to do
 BODIES_RENEWED_US: Final = 60_000_000  # how often stored bodies are renewed
 BODIES_FIRST_RENEWED_US: Final = 2_000_000  # after the lease was taken: the stream is read first
@@ -189,7 +176,7 @@ class ModelBatcher:
         settings = self._settings.read(snapshot, None)
         self._waiting_entries = snapshot.waiting_entries
         settled_after = self._store.last_settled_id()
-        scheduler = Scheduler(settings, kind=kind_of(snapshot.registration))
+        scheduler = Scheduler(settings, kind=ModelKind.of(snapshot.registration))
         scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
         scheduler.custom_policy = self._settings.custom_policy
         order = ResultOrder(self._store, scheduler, snapshot.waiting_entries)
@@ -341,7 +328,7 @@ class ModelBatcher:
                     settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
                     settled.append(Settled(event, batch, settled_us))
                     if is_awaited:
-                        scheduler.capacity.ways.observe_delivery(now_us - settled_us)
+                        scheduler.capacity.transit.observe_delivery(now_us - settled_us)
                     self._count_missed(session.missed.settled(event, batch, settled_us))
                     scheduler.settle(
                         event.batch_id,
@@ -476,9 +463,9 @@ class ModelBatcher:
     ) -> Generator[None]:
         dispatches = [decision for decision in decisions if type(decision) is Dispatch]
         refusals += [decision for decision in decisions if type(decision) is Refusal]
-        refusals = session.early.hold(refusals, now_us)
+        refusals = session.early.postpone(refusals, now_us)
         is_reading = session.scheduler.sequences.is_reading
-        refusals, emptied = session.unread.hold(refusals, emptied, is_reading=is_reading)
+        refusals, emptied = session.unread.postpone(refusals, emptied, is_reading=is_reading)
         changes = [decision for decision in decisions if type(decision) is SequenceChange]
         freed = [decision for decision in decisions if type(decision) is SlotFreed]
         if refusals or emptied or changes or freed:
@@ -609,7 +596,7 @@ class ModelBatcher:
         session, now_us = self._session, self._clock.now_us()
         scheduler, entries = session.scheduler, session.entries
         self.needs_snapshot = False
-        kind = kind_of(snapshot.registration)
+        kind = ModelKind.of(snapshot.registration)
         if scheduler.kind is not kind:  # another model under this name
             if kind.has_sequences or scheduler.kind.has_sequences:
                 raise ModelKindChangedError("another kind of model has this name now")

@@ -21,7 +21,13 @@ from carpool.store.connection import Link
 from carpool.store.permissions import reason_of
 from carpool_batcher.meter import BatcherMetrics
 from carpool_batcher.policies import Policies
-from carpool_batcher.service import DISCOVERY_AGE_MAX_S, LOOP_SILENCE_MAX_S, STOP_S_MAX, BatcherService, Slot
+from carpool_batcher.service import (
+    DISCOVERY_AGE_MAX_S,
+    LOOP_SILENCE_MAX_S,
+    STOP_S_MAX,
+    BatcherService,
+    HashSlot,
+)
 
 DISCOVERY_INTERVAL_S: Final = 0.5
 
@@ -36,7 +42,7 @@ class ClusterBatcher:
         self._metrics = metrics
         self._policies = policies
         self._link = Link(url, name=f"{name}:models", key=models_key(prefix))
-        self._services: dict[int, tuple[Slot, BatcherService]] = {}  # by slot
+        self._services: dict[int, tuple[HashSlot, BatcherService]] = {}  # by slot
         self._discovered_s = float("-inf")
         self._stopping = Event()
         self._loop = Loop("models", self.run_once, self._report_error)
@@ -62,7 +68,7 @@ class ClusterBatcher:
                 del self._services[number]
                 service.stop()
         for number, names in by_slot.items():
-            slot = Slot(f"{{{min(names)}}}", names)
+            slot = HashSlot(f"{{{min(names)}}}", names)
             service = BatcherService(self._url, self._prefix, self._name, self._metrics, self._policies, slot)
             self._services[number] = slot, service
             service.start()

@@ -15,7 +15,6 @@ import structlog
 
 from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.store.directory import ModelSnapshot
-from carpool.wire.kinds import kind_of
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.policies import Policies, create_policy
 
@@ -79,8 +78,8 @@ class EffectiveSettings:
     def _check(self, values: Mapping[str, str], registration: Mapping[str, str]) -> ModelSettings:
         """These settings, whose custom policy is created, if they name one. Raises ValueError."""
         settings = ModelSettings.from_mapping(values)
-        settings.check_kind(kind_of(values))
-        if kind_of(registration) is ModelKind.BOUND:
+        settings.check_kind(ModelKind.of(values))
+        if ModelKind.of(registration) is ModelKind.BOUND:
             settings.check_slots(ModelSettings.from_mapping(registration).max_batch_size)
         policy = settings.policy
         if policy in POLICIES:

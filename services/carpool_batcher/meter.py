@@ -19,18 +19,19 @@ from carpool.errors import (
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
-from carpool.messages import Dispatch, DispatchReason, Entry, Failures, Refusal, Streamed
+from carpool.messages.batches import Dispatch, DispatchReason
+from carpool.messages.requests import Entry
+from carpool.messages.results import Refusal
+from carpool.messages.settled import Failures, Streamed
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
 from carpool.model_settings import ModelKind
-from carpool.prometheus import Counter, Gauge
+from carpool.prometheus import CollectorRegistry, Counter, Gauge
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
-from carpool_batcher.chunk_count import ChunkCount
 from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.learned.transit import RecentTimes
 from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_batcher.core.ways import RecentTimes
 from carpool_batcher.recent_latency import RecentLatency, count_equal
-from carpool_batcher.sequence_meter import SequenceMeter, SequenceMetrics
 
 _GAUGES: Final = {  # in the order of wire.report.Gauges
     "carpool_waiting_requests": "Requests waiting to be dispatched",
@@ -39,7 +40,7 @@ _GAUGES: Final = {  # in the order of wire.report.Gauges
     "carpool_in_flight_batches": "Batches dispatched and not settled",
     "carpool_in_flight_requests": "Requests in batches that are dispatched and not settled",
     "carpool_model_processes": "Model processes with a valid lease",
-    "carpool_held_results": "Results withheld until earlier ones are delivered (preserve_ordering)",
+    "carpool_withheld_results": "Results withheld until earlier ones are delivered (preserve_ordering)",
     "carpool_delayed_requests": "Waiting requests that must not be dispatched yet (not_before)",
 }
 _IN_FLIGHT: Final = "in_flight"
@@ -244,7 +245,7 @@ class Meter:
             rejected_settings,
             tuple(policies),
             scheduler.settings.policy,
-            (scheduler.capacity.ways.usual_us, scheduler.capacity.ways.at_most_us),
+            (scheduler.capacity.transit.usual_us, scheduler.capacity.transit.at_most_us),
             missed=_increase(before.missed, totals.missed),
             stepping=self._stepping_report(scheduler, now_us),
             delays_us=(self._reading.median_us, self._waking.median_us),
@@ -333,9 +334,94 @@ def _sequences_report(scheduler: Scheduler) -> SequencesReport | None:
     if not scheduler.kind.has_sequences:
         return None
     slots = scheduler.processes.slots if scheduler.kind is ModelKind.BOUND else None
-    return SequencesReport(*scheduler.sequences.counts(), slots)
+    return SequencesReport(*scheduler.sequences.census(), slots)
 
 
 def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     """What was added to each total; those to which nothing was added are left out."""
     return {name: added for name, total in now.items() if (added := total - before.get(name, 0))}
+
+
+class ChunkCount:
+    """How many chunks of streams were written since a batcher became active.
+
+    Counts a stream while it is in flight, as often as Redis is asked, and exactly when it ends.
+    """
+
+    def __init__(self) -> None:
+        self._of_ended = 0
+        self._in_flight: int | None = None  # None: not known yet
+        self._shown = 0
+
+    def stream_ended(self, chunks: int) -> None:
+        """A stream with this many chunks ended. The next `written` does not have it."""
+        self._of_ended += chunks
+
+    def written(self, chunks: Mapping[str, int]) -> None:
+        """How many chunks of the streams in flight are written, by batch. Those of the first call were
+        written in the time of a previous batcher."""
+        in_flight = sum(chunks.values())
+        if self._in_flight is None:
+            self._of_ended -= in_flight
+        self._in_flight = in_flight
+
+    def total(self) -> int:
+        """All of them. It never falls: a stream that was just committed is in neither sum, and one that was
+        lost never will be."""
+        self._shown = max(self._shown, self._of_ended + (self._in_flight or 0))
+        return self._shown
+
+
+_CHANGES: Final = ("started", "ended", "broken")  # the counters of SequencesReport
+
+
+class SequenceMetrics:
+    """The metrics of sequences, of all models of a process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.kept = Gauge(
+            "carpool_kept_sequences",
+            "Sequences that were begun, and neither ended nor broke",
+            ("model",),
+            registry=registry,
+        )
+        self.waiting_to_start = Gauge(
+            "carpool_sequences_waiting_to_start",
+            "Sequences that wait to start, because max_candidate_sequences are kept",
+            ("model",),
+            registry=registry,
+        )
+        self.changes = Counter(
+            "carpool_sequences",
+            "Sequences that started, ended or broke",
+            ("model", "change"),
+            registry=registry,
+        )
+
+
+class SequenceMeter:
+    """One model's share of them."""
+
+    def __init__(self, metrics: SequenceMetrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._exported: SequencesReport | None = None
+
+    def export(self, report: SequencesReport | None) -> None:
+        """Export what changed since the last report of this batcher. None: the model is not stateful."""
+        before = self._exported
+        if report is None or report == before:
+            return
+        self._exported = report
+        self._metrics.kept.labels(self._model).set(report.kept)
+        self._metrics.waiting_to_start.labels(self._model).set(report.waiting_to_start)
+        for change in _CHANGES:
+            counted = 0 if before is None else getattr(before, change)
+            self._metrics.changes.labels(self._model, change).inc(getattr(report, change) - counted)
+
+    def deactivated(self) -> None:
+        """This batcher is on standby, and counts from 0 when it takes over again."""
+        if self._exported is not None:
+            self._exported = None
+            self._metrics.kept.remove(self._model)
+            self._metrics.waiting_to_start.remove(self._model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from carpool.messages import Entry, Run
+from carpool.messages.requests import Entry, Run
 from carpool.store.batcher import BatcherStore
 from carpool.store.directory import ModelSnapshot
 from carpool.store.results import FirstTicket

@@ -53,7 +53,7 @@ LOOP_SILENCE_MAX_S: Final = 30.0  # an iteration waits for 0.5 s, and Redis's ti
 
 
 @dataclass(slots=True)
-class Slot:
+class HashSlot:
     """A hash slot of a cluster: one of its keys, and the names of the models that were registered last."""
 
     key: str
@@ -91,7 +91,7 @@ class BatcherService:
         name: str,
         metrics: BatcherMetrics,
         policies: Policies,
-        slot: Slot | None = None,
+        slot: HashSlot | None = None,
     ) -> None:
         self._url = url
         self._slot = slot

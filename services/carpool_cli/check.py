@@ -22,7 +22,8 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.errors import OK, CarpoolError, Unhealthy
-from carpool.messages import JSON, RAW, Result
+from carpool.messages.requests import JSON, RAW
+from carpool.messages.results import Result
 from carpool.plugins import UnusableError, reason_of
 from carpool.settings import Devices, read_settings
 from carpool.shown import complain

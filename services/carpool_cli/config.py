@@ -22,7 +22,6 @@ from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable_json
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, ModelOverview
-from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered, describe_workers, read_differing
 from carpool_cli.refused import explain
@@ -57,11 +56,7 @@ class ConfigSettings(ConnectionSettings):
 
     KEY=VALUE overrides the value that the model's workers register, until KEY= removes the override.
 
-    A setting without effect is refused: max_prefill_cost, stream_buffer and reader_idle_ms are for stepping
-    models, and max_queue_delay_ms and preferred_batch_sizes for all others; policy and target_latency_ms are
-    for models that neither step nor bind sequences; preserve_ordering is for those that neither step nor have
-    sequences, max_sequence_idle_ms for those that have sequences, and max_candidate_sequences for those whose
-    states are in Redis.
+    A setting that has no effect on a model of this kind is refused, and the error says why.
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
@@ -121,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
         directory.close()
     doubts = ModelSettings.from_mapping({name: of.value for name, of in effective.items()}).doubts()
     notes = [note for note in (*doubts, workers, describe_policy(policy, report)) if note]
-    status = 2 if settings.change and report is not None and report.unheeded else 0
+    status = 2 if settings.change and report is not None and report.rejected_settings else 0
     if settings.as_json:
         print(printable_json({name: setting._asdict() for name, setting in effective.items()}))
         for line in notes:
@@ -151,8 +146,8 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
         if "preferred_batch_sizes" in values:
             effective.check_sizes()
         if values:
-            _check_effect(effective, values, model, kind_of(registered))
-        if kind_of(registered) is ModelKind.BOUND:
+            _check_effect(effective, values, model, ModelKind.of(registered))
+        if ModelKind.of(registered) is ModelKind.BOUND:
             effective.check_slots(ModelSettings.from_mapping(registered).max_batch_size)
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
@@ -197,11 +192,11 @@ def verdict(directory: Directory, model: str, policy: str) -> BatcherReport | No
     `policy`, and where it rejected the previous settings. None if no batcher reports in time."""
     overview = directory.overview(model)
     report, changed_us = _read_report(overview), overview.at_us
-    if report is None or (policy in POLICIES and not report.unheeded):
+    if report is None or (policy in POLICIES and not report.rejected_settings):
         return report
     until_s = time.monotonic() + VERDICT_S_MAX
     while report is not None and time.monotonic() < until_s:
-        if report.at_us > changed_us and (report.unheeded or report.policy == policy):
+        if report.at_us > changed_us and (report.rejected_settings or report.policy == policy):
             return report
         time.sleep(_POLL_S)
         report = _read_report(directory.overview(model))
@@ -227,11 +222,11 @@ def describe_policy(policy: str, report: BatcherReport | None) -> str:
             f"No active batcher reports that the policy {policy} is in force. If none runs, start `carpool "
             f"batcher --policies {policy}`."
         )
-    if not report.unheeded:
+    if not report.rejected_settings:
         return ""
     return (
         f"The batcher rejects these settings and serves with others, under the policy {report.policy}: "
-        f"{report.unheeded}"
+        f"{report.rejected_settings}"
     )
 
 
@@ -267,7 +262,7 @@ def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict
             return "operator"
         return "model" if of_model[name] != defaults[name] else "default"
 
-    kind = kind_of(registered)
+    kind = ModelKind.of(registered)
     meanings = {**ModelSettings.meanings(), **_MEANINGS_OF_KIND.get(kind, {})}
     without_effect = ModelSettings.names_without_effect(kind)
     return {

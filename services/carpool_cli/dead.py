@@ -14,7 +14,8 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg, NoDecode, SettingsConfigDict
 
 from carpool.keys import Keys
-from carpool.messages import JSON, KeptDeadLetter
+from carpool.messages.requests import JSON
+from carpool.messages.results import KeptDeadLetter
 from carpool.settings import ConnectionSettings, Seconds, read_settings
 from carpool.shown import complain, printable, printable_json
 from carpool.store.connection import CommandError, Link, LinkError

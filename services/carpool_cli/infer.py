@@ -16,7 +16,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from carpool.client.aio import AsyncClient
 from carpool.client.options import RequestOptions
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
-from carpool.messages import JSON, PRIORITY_DEFAULT, RAW
+from carpool.messages.requests import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import CarpoolSettings, ConnectionSettings, Seconds, read_settings
 from carpool.shown import complain, printable_lines
 from carpool.text_files import decoded

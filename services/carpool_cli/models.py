@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from pydantic import Field
@@ -23,7 +22,6 @@ from carpool.store.declarations import Declarations
 from carpool.store.directory import Directory, take_snapshot
 from carpool.store.eviction import eviction_warning
 from carpool.store.unregistered import Unserved, find_unregistered
-from carpool.wire.kinds import kind_of
 from carpool.wire.registration import describe_differing, differing
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool_cli.refused import explain
@@ -82,7 +80,7 @@ class ModelState(NamedTuple):
     dead_dropped: int
     max_batch_size: int | None  # of a stepping model, the slots of each process
     policy: str | None  # the one in force; None if no batcher reports it
-    unheeded: str  # why the batcher rejects the model's settings; empty if it does not
+    rejected_settings: str  # why the batcher rejects the model's settings; empty if it does not
     stepping: SteppingReport | None = None  # None: it is not a stepping model
     sequences: SequencesReport | None = None  # None: it has no sequences, or no batcher reports them
     failed: Mapping[str, int] = {}  # requests that workers answered with errors, by status, as it reports
@@ -151,15 +149,13 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
     snapshot = take_snapshot(link, keys, clock)
     arrival_us = directory.oldest_arrival_us(keys.model)
     batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
-    dropped: dict[str, int] = {}
-    with suppress(CommandError):  # an ACL file older than this count forbids to read it
-        dropped = DeadLetters(link, keys).dropped()
+    dropped = DeadLetters(link, keys).dropped()
     report = BatcherReport.decode(link.call("GET", keys.report) or b"") if batcher else None
-    overrides = {} if report and report.unheeded else snapshot.config  # which the batcher rejects
+    overrides = {} if report and report.rejected_settings else snapshot.config  # which the batcher rejects
     size = {**snapshot.registration, **overrides}.get("max_batch_size", "")
     max_batch_size = int(size) if size.isdigit() else None
     stepping = None
-    if kind_of(snapshot.registration) is ModelKind.STEPPING:
+    if ModelKind.of(snapshot.registration) is ModelKind.STEPPING:
         slots = len(snapshot.model_processes) * (max_batch_size or 0)
         stepping = (report and report.stepping) or SteppingReport(slots, 0, None, None)
     return ModelState(
@@ -173,7 +169,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         sum(dropped.values()),
         max_batch_size,
         (report and report.policy) or None,
-        report.unheeded if report else "",
+        report.rejected_settings if report else "",
         stepping,
         report.sequences if report else None,
         dict(report.failed) if report else {},
@@ -189,9 +185,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
 
 def read_differing(link: Link, keys: Keys) -> Mapping[str, Mapping[str, int]]:
     """What the living workers of a model declare differently: how many declare which value."""
-    with suppress(CommandError):  # an ACL file that is older than this
-        return differing(list(Declarations(link, keys).read().by_worker.values()))
-    return {}
+    return differing(list(Declarations(link, keys).read().by_worker.values()))
 
 
 def describe_workers(model: str, found: Mapping[str, Mapping[str, int]]) -> str:
@@ -203,9 +197,7 @@ def describe_workers(model: str, found: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def _is_loading(link: Link, keys: Keys) -> bool:
-    with suppress(CommandError):  # an ACL file that is older than this
-        return bool(link.call("EXISTS", keys.loading))
-    return False
+    return bool(link.call("EXISTS", keys.loading))
 
 
 def describe_unregistered(model: str, registered: Sequence[str]) -> str:
@@ -230,10 +222,10 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
     if stepping:
         screen.print_table(build_table([_STEPPING_HEADINGS, *stepping]))
     for state in states:
-        if state.unheeded:
+        if state.rejected_settings:
             screen.print(
                 f"\nThe batcher rejects the settings of {state.model} and serves it with others: "
-                f"{printable(state.unheeded)}"
+                f"{printable(state.rejected_settings)}"
             )
         if state.differing:
             screen.print(f"\n{describe_workers(state.model, state.differing)}")

@@ -37,7 +37,7 @@ _DELIVER: Final = (
     Grant("deliver.lua: a result to the list that its producer reads", "rpush pexpire", "result"),
     Grant("deliver.lua: results to a reply stream", "xadd pexpire", "replies"),
     Grant("order.lua: the ticket of the next result", "lindex lpop", "order"),
-    Grant("order.lua, tickets.lua: withheld results", "hget hdel hsetnx", "held"),
+    Grant("order.lua, tickets.lua: withheld results", "hget hdel hsetnx", "tickets"),
 )
 # Only a worker reads a state. To write one, sequence.lua looks at what is known about the sequence.
 _CHANGE_SEQUENCES: Final = (
@@ -102,7 +102,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant(
             "the scripts lease, report, admit, dispatch, refuse, answer, release, missing",
             "evalsha eval",
-            "batcher report requests batches progress order held result replies body sequence sequences "
+            "batcher report requests batches progress order tickets result replies body sequence sequences "
             "inbox workers",
         ),
         Grant("list the sequences that are kept when it takes over", "zrange", "sequences"),
@@ -135,9 +135,9 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
             "the scripts join, leave, renew, reclaim, assign, answer, commit, release, step, hand_over, "
-            "drain, bound_dead",
+            "drain, trim_dead",
             "evalsha eval",
-            "workers batches settled registration config progress dead dead_dropped order held result "
+            "workers batches settled registration config progress dead dead_dropped order tickets result "
             "replies body sequence sequences draining",
         ),
         Grant("join, leave, renew.lua: leases", "zadd zrem zscore zcount zremrangebyscore", "workers"),
@@ -158,10 +158,10 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("commit.lua: delete large bodies", "unlink", "body"),
         Grant("commit.lua, join.lua, leave.lua: notify the batcher of capacity", "xadd", "settled"),
         Grant("commit.lua, step.lua: add dead letters", "xadd", "dead"),
-        Grant("bound_dead.lua: drop those that are too many", "xtrim xlen memory|usage", "dead"),
-        Grant("bound_dead.lua: count those that were dropped", "hincrby", "dead_dropped"),
+        Grant("trim_dead.lua: drop those that are too many", "xtrim xlen memory|usage", "dead"),
+        Grant("trim_dead.lua: count those that were dropped", "hincrby", "dead_dropped"),
         Grant(
-            "bound_dead.lua: how many are too many; what is registered, and overrides",
+            "trim_dead.lua: how many are too many; what is registered, and overrides",
             "hget",
             "registration config",
         ),
@@ -170,7 +170,6 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
             "progress",
         ),
-        Grant("answer.lua of older versions, which counts starts itself", "hincrby", "progress"),
         *_CHANGE_SEQUENCES,
         *_DELIVER,
     ),
@@ -192,7 +191,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "remove its keys, and what remains of its requests and sequences",
             "del",
             "registration config requests batches settled dead dead_dropped workers "
-            "order held result replies body progress sequence sequences inbox draining declared",
+            "order tickets result replies body progress sequence sequences inbox draining declared",
         ),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
@@ -232,7 +231,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "inbox": keys.inbox("*"),
         "draining": keys.draining,
         "order": keys.order,
-        "held": keys.held,
+        "tickets": keys.tickets,
     }
     of_all_models = {name: key.replace("{M}", "{*}") for name, key in of_one_model.items()}
     return {"models": models_key(keys.prefix), "loading_models": loading_key(keys.prefix), **of_all_models}

@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from carpool.messages import Batch
+from carpool.messages.batches import Batch
 
 SUMMARY_INTERVAL_S: Final = 1.0
 

@@ -244,12 +244,12 @@ class BoundReplica(ReplicaLoop[Item]):
     def _commit(self, execution: Execution) -> None:
         """Commit, with the name of this process as the state of each sequence that goes on."""
         state = self.consumer.encode()
-        for of_run in execution.of_runs:
+        for of_run in execution.run_results:
             execution.states |= dict.fromkeys(of_run.positions, state)
         self._committer.commit(execution)
         if not self._is_own(execution):
             return
-        kept = {position for of_run in execution.of_runs for position in of_run.positions}
+        kept = {position for of_run in execution.run_results for position in of_run.positions}
         kept |= {position for position, result in execution.results.items() if result.status == OK}
         parts = enumerate(run.sequence for run in execution.batch.runs)  # each run is one request
         self._end(
@@ -338,5 +338,5 @@ class BoundReplica(ReplicaLoop[Item]):
 
 def _unanswered(execution: Execution) -> list[int]:
     """The positions that have no result yet."""
-    done = {position for of_run in execution.of_runs for position in of_run.positions}
+    done = {position for of_run in execution.run_results for position in of_run.positions}
     return [at for at in execution.unanswered if at not in done and at not in execution.results]

@@ -23,7 +23,8 @@ from carpool.errors import (
     InternalError,
     InvalidArgumentError,
 )
-from carpool.messages import MSGPACK, RAW, BatchedRun
+from carpool.messages.batches import BatchedRun
+from carpool.messages.requests import MSGPACK, RAW
 from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_result_body, result_type

@@ -10,12 +10,13 @@ from typing import Final
 
 import structlog
 
-from carpool.messages import Executed, Failures, Result
+from carpool.messages.results import Result
+from carpool.messages.settled import Executed, Failures
 from carpool.store.connection import CommandError
 from carpool.store.results import Address, Answer, FencedError, Start, addresses_of
 from carpool.store.worker import WorkerStore
 from carpool_worker.batch_log import BatchLog
-from carpool_worker.dead_letters import bound_dead_letters
+from carpool_worker.dead_letters import trim_dead_letters
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
 
@@ -57,11 +58,11 @@ class Committer:
             execution.waited_us,
         )
         if execution.dead_letters:
-            self.bound_dead_letters()
+            self.trim_dead_letters()
 
-    def bound_dead_letters(self) -> None:
+    def trim_dead_letters(self) -> None:
         """Some were written: drop the oldest ones, if they are too many now."""
-        bound_dead_letters(self._store, self._metrics)
+        trim_dead_letters(self._store, self._metrics)
 
     def _commit(self, execution: Execution) -> set[int]:
         """Empty if the batch is committed; else positions that were answered elsewhere: leave them out."""
@@ -85,7 +86,7 @@ class Committer:
                 Failures(execution.failed(), execution.error),
                 execution.of_producers(),
             ),
-            execution.of_runs,
+            execution.run_results,
             execution.changes(),
         )
 

@@ -14,13 +14,13 @@ from carpool_worker.meter import WorkerMetrics
 INTERVAL_S: Final = 60.0
 
 
-def bound_dead_letters(store: WorkerStore, metrics: WorkerMetrics) -> None:
+def trim_dead_letters(store: WorkerStore, metrics: WorkerMetrics) -> None:
     """Drop those over the model's settings; count and log them. If that fails, it is done a minute later."""
     log = structlog.get_logger()
     try:
-        dropped = store.bound_dead_letters()
+        dropped = store.trim_dead_letters()
     except (UnavailableError, CommandError) as error:
-        log.warning("dead letters are not bounded", model=store.keys.model, reason=str(error))
+        log.warning("dead letters are not trimmed", model=store.keys.model, reason=str(error))
         return
     if dropped:
         metrics.dead_letters_dropped(dropped)

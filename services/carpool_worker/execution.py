@@ -14,16 +14,11 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from carpool.errors import ABORTED, DEADLINE_EXCEEDED, INTERNAL, OK
-from carpool.messages import (
-    Batch,
-    BatchedRun,
-    DeadLetter,
-    ExecutedOf,
-    Producer,
-    Result,
-    RunResults,
-    SequenceChange,
-)
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import Producer
+from carpool.messages.results import DeadLetter, Result, RunResults
+from carpool.messages.sequences import SequenceChange
+from carpool.messages.settled import ExecutedOf
 from carpool.parts import Buffer
 from carpool.rows import Rows
 from carpool.wire.content_types import answer_type
@@ -68,7 +63,7 @@ class ResultCounts(NamedTuple):
     """How many results an execution has: of each status, and of runs. A run may occur more than once."""
 
     statuses: Mapping[str, int]
-    of_runs: Sequence[tuple[BatchedRun, int]]
+    by_run: Sequence[tuple[BatchedRun, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +79,7 @@ class Execution:
     frames: list[Frame] = field(default_factory=list)
     frames_sent: int = 0  # how many of these, from the first, were sent to the model process
     results: dict[int, Result] = field(default_factory=dict)  # single results, by position
-    of_runs: list[RunResults] = field(default_factory=list)  # the results of other positions
+    run_results: list[RunResults] = field(default_factory=list)  # the results of other positions
     answered_ahead: set[int] = field(
         default_factory=set
     )  # positions whose result is written, before the commit
@@ -185,7 +180,7 @@ class Execution:
         if not any(run.sequence is not None for run in self.batch.runs):
             return []
         positions = [position for position in self.results if position not in self.answered_ahead]
-        for of_run in self.of_runs:
+        for of_run in self.run_results:
             positions += of_run.positions
         changes = [self.change(position) for position in positions]
         return [change for change in changes if change is not None]
@@ -243,7 +238,9 @@ class Execution:
             tickets = None if tickets is None else tickets.select(indexes)
         served = (self.batch.size, self.queue_us(run), self.compute_us)
         warnings = warnings_of(run.extra, run.content_type)
-        self.of_runs.append(RunResults(run, positions, ids, bodies, tickets, *served, warnings, content_type))
+        self.run_results.append(
+            RunResults(run, positions, ids, bodies, tickets, *served, warnings, content_type)
+        )
 
     def queue_us(self, run: BatchedRun) -> int:
         """How long the requests of this run waited until a model process could take them."""
@@ -254,7 +251,7 @@ class Execution:
         """The bytes of all results and new states together, without the common heads of rows."""
         size_bytes = sum(map(len, self.states.values()))
         size_bytes += sum([len(result.body or b"") for result in self.results.values()])
-        for of_run in self.of_runs:
+        for of_run in self.run_results:
             bodies = of_run.bodies
             size_bytes += len(bodies.data) if isinstance(bodies, Rows) else sum(map(len, bodies))
         return size_bytes
@@ -262,12 +259,12 @@ class Execution:
     def separate(self, positions: frozenset[int] | None = None) -> None:
         """Replace results of runs by single ones: those that have any of these positions, or all."""
         kept: list[RunResults] = []
-        for of_run in self.of_runs:
+        for of_run in self.run_results:
             if positions is None or not positions.isdisjoint(of_run.positions):
                 self.results.update(zip(of_run.positions, of_run.results(), strict=True))
             else:
                 kept.append(of_run)
-        self.of_runs = kept
+        self.run_results = kept
 
     @property
     def written_state_bytes(self) -> int:
@@ -287,15 +284,15 @@ class Execution:
     def counts(self) -> ResultCounts:
         """Count the results."""
         statuses: dict[str, int] = {}
-        of_runs = [(of_run.run, len(of_run.positions)) for of_run in self.of_runs]
-        if of_runs:
-            statuses[OK] = sum([number for _, number in of_runs])
+        by_run = [(of_run.run, len(of_run.positions)) for of_run in self.run_results]
+        if by_run:
+            statuses[OK] = sum([number for _, number in by_run])
         if self.results:
             for result in self.results.values():
                 statuses[result.status] = statuses.get(result.status, 0) + 1
             of_singles = Counter([bisect_right(self.batch.starts, position) - 1 for position in self.results])
-            of_runs += [(self.batch.runs[at], number) for at, number in of_singles.items()]
-        return ResultCounts(statuses, of_runs)
+            by_run += [(self.batch.runs[at], number) for at, number in of_singles.items()]
+        return ResultCounts(statuses, by_run)
 
     def failed(self) -> dict[str, int]:
         """How many results are errors, by status."""

@@ -19,7 +19,7 @@ from typing import Final
 import structlog
 
 from carpool.store.worker import WorkerStore
-from carpool_worker.dead_letters import INTERVAL_S, bound_dead_letters
+from carpool_worker.dead_letters import INTERVAL_S, trim_dead_letters
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.replica_loop import AnyReplica
 
@@ -91,7 +91,7 @@ class Heartbeat:
         now_s = time.monotonic()
         if now_s >= self._dead_letters_at_s:  # after the leases, which must not wait for it
             self._dead_letters_at_s = now_s + INTERVAL_S
-            bound_dead_letters(self._store, self._metrics)
+            trim_dead_letters(self._store, self._metrics)
 
     def _measure(self) -> None:
         """Measure how late this beat is. A lease that runs out lets other workers reclaim the batches."""

@@ -18,7 +18,7 @@ LISTED_MS: Final = 3_600_000  # the names of models that were loaded last are fo
 class LoadingNotice:
     """For a `with` block in which the model is loaded and registered.
 
-    It is a courtesy: without Redis, or with an ACL file that is older than this, nothing is told.
+    It is a courtesy: without Redis, or if Redis refuses it, nothing is told.
     """
 
     def __init__(self, link: Link, keys: Keys, worker: str, lease_ms: int) -> None:

@@ -20,7 +20,7 @@ from carpool.errors import (
 )
 from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
 from carpool.prometheus import Counter, Gauge
-from carpool.store.dead_letters import BOUNDS
+from carpool.store.dead_letters import DEAD_LETTER_LIMITS
 from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution, ResultCounts
 from carpool_worker.model_process.step_frames import Step
@@ -89,7 +89,7 @@ class WorkerMetrics(CommonMetrics):
             ("model", "setting"),
             registry=self.registry,
         )
-        self._dropped = {name: dropped.labels(model, name) for name in BOUNDS}
+        self._dropped = {name: dropped.labels(model, name) for name in DEAD_LETTER_LIMITS}
         self._states = self._counter(
             "carpool_state_bytes", "Bytes of states of sequences that were written with results"
         )
@@ -141,9 +141,9 @@ class WorkerMetrics(CommonMetrics):
         """The requests of a batch have their results: what is counted of a stepping model too."""
         for status, count in counts.statuses.items():
             self._counter_of(status).inc(count)
-        alone_us = [max(0, now_us - run.arrival_us) for run, number in counts.of_runs if number == 1]
+        alone_us = [max(0, now_us - run.arrival_us) for run, number in counts.by_run if number == 1]
         self._request.observe(alone_us)
-        for run, number in counts.of_runs:
+        for run, number in counts.by_run:
             if number > 1:
                 self._request.observe_equal(max(0, now_us - run.arrival_us), number)
         self._input.observe_equal(execution.input_us, 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from carpool.messages import BatchedRun
+from carpool.messages.batches import BatchedRun
 from carpool.producer_ratios import ProducerRatios
 
 APART_RATIO_MIN: Final = 0.5  # of a producer's recent frames, these raised: halving costs more than a frame

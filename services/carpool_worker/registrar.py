@@ -13,7 +13,6 @@ import structlog
 
 from carpool.store.connection import CommandError
 from carpool.store.declarations import Declared, Living
-from carpool.store.permissions import reason_of
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import OPTIONAL_FIELDS, Registration, combined, describe_differing, differing
 
@@ -35,7 +34,6 @@ class Registrar:
         self._followed: Living | None = None  # whose declarations are in what is registered; None: unknown
         self._differing: dict[str, set[str]] = {}  # fields and their values, as logged last
         self._refused = ""  # why Redis refused to follow, as logged last
-        self._is_alone = False  # it cannot declare, as with an ACL file that is older than declarations
         self._log = structlog.get_logger()
 
     def register(self, store: WorkerStore) -> None:
@@ -49,20 +47,19 @@ class Registrar:
         try:
             override = store.overridden(BATCH_SIZE)
             self.batch_size_max = max(self._declared_size, int(override) if override.isdecimal() else 0)
-            if self._is_alone:
-                return
             living = store.declarations.living()
             if living != self._followed:
                 self._follow(store, living)
             self._refused = ""
         except CommandError as error:
-            if str(error) != self._refused:
-                self._refused = str(error)
-                self._log.warning(
-                    "settings of other workers are not followed, retrying",
-                    model=store.keys.model,
-                    reason=self._refused,
-                )
+            self._warn(error, store.keys.model)
+
+    def _warn(self, error: CommandError, model: str) -> None:
+        """Log why Redis refuses to follow, once."""
+        if str(error) != self._refused:
+            self._refused = str(error)
+            event = "settings of other workers are not followed, retrying"
+            self._log.warning(event, model=model, reason=self._refused)
 
     def _follow(self, store: WorkerStore, living: Living) -> None:
         if self._worker not in living.workers:  # the key was removed; or it has not joined yet
@@ -103,19 +100,13 @@ class Registrar:
             self._log.info("workers declare the same settings again", model=model)
 
     def _others_when_registering(self, store: WorkerStore) -> list[Registration]:
-        """Declare, and return what the others do; none if that is forbidden, or a user wrote the key."""
+        """Declare, and return what the others do; none if a user wrote the key."""
         declarations = store.declarations
         try:
             declarations.write(self._worker, self._declared)
             return self._others(declarations.read(), declarations.registered())
         except CommandError as error:
-            if error.code not in ("NOPERM", "WRONGTYPE"):
+            if error.code != "WRONGTYPE":
                 raise
-            if not self._is_alone:
-                self._log.warning(
-                    "settings of other workers are not looked at, those registered last apply",
-                    model=store.keys.model,
-                    reason=reason_of(error, "worker"),
-                )
-            self._is_alone = True
+            self._warn(error, store.keys.model)
             return []

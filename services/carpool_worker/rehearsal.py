@@ -11,7 +11,9 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from carpool.errors import OK, CarpoolError
-from carpool.messages import Batch, BatchedRun, Result, SequencePart
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import SequencePart
+from carpool.messages.results import Result
 from carpool.model_settings import ModelKind
 from carpool.wire.bodies import encode_result_body, result_type
 from carpool.wire.content_types import accepted

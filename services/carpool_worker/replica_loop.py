@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
-from carpool.messages import Batch
+from carpool.messages.batches import Batch
 from carpool.readiness import wait_until_ready
 from carpool.shown import shortened
 from carpool_worker.codec import Codec
@@ -65,7 +65,7 @@ class ReplicaLoop(ABC, Generic[Fetched]):
         self.consumer = consumer
         self.can_be_revived = True  # under this name, after its lease ran out
         self.is_member = True
-        # Live ones of this model, in all workers, as of the last heartbeat; 0: unknown.
+        # Live ones of this model, in all workers, as of the last heartbeat; 0 before it.
         self.model_processes = 0
         self.process = process
         self._codec = codec

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from carpool.errors import CANCELLED, OK, CarpoolError, ResourceExhaustedError
-from carpool.messages import Chunk, Result, Streamed
+from carpool.messages.results import Chunk, Result
+from carpool.messages.settled import Streamed
 from carpool.model_settings import RESULT_BYTES_DEFAULT
 from carpool.store.steps import KeptChunk, StepReply, StepWrite
 from carpool.wire.bodies import encode_result_body, result_type

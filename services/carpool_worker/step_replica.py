@@ -24,7 +24,7 @@ from itertools import count
 from typing import Any, Final
 
 from carpool.errors import ABORTED, OK
-from carpool.messages import Batch
+from carpool.messages.batches import Batch
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import CommandError
 from carpool.store.results import FencedError
@@ -91,7 +91,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._steps = 0  # how many Steps were received
         self._asked = 0  # how many requests the last fetch asked for
         self._is_part = False  # it got as many: there may be more
-        self._writer = StepWriter(consumer, store, self._held, metrics)
+        self._writer = StepWriter(consumer, store, self._in_hand, metrics)
 
     # --- the loop ------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class StepReplica(ReplicaLoop[Execution]):
         """A process that steps sends something now and then, unless it waits for this worker."""
         is_waiting = (self._is_paused and self._alone is None) or not self._is_receiving()
         has_example = self.retirement.tried is not None
-        is_busy = has_example or any(request.is_sent and not request.has_ended for request in self._held())
+        is_busy = has_example or any(request.is_sent and not request.has_ended for request in self._in_hand())
         if is_waiting or not is_busy:
             return None, None
         return (self._steps, self._alone and self._alone.key), self._settings.max_execution_ms
@@ -147,7 +147,7 @@ class StepReplica(ReplicaLoop[Execution]):
         """Whether there may be more requests, which the process, as it has none, should begin with these: a
         prefill of one more takes little longer, and the next prefill comes after a step."""
         is_part = self._is_part and self._fetcher.waiting
-        return is_part and not any(request.is_sent for request in self._held())
+        return is_part and not any(request.is_sent for request in self._in_hand())
 
     def _take(self, executions: Sequence[Execution]) -> None:
         """Take requests that were fetched or reclaimed. Those that another process began go on from there."""
@@ -162,7 +162,9 @@ class StepReplica(ReplicaLoop[Execution]):
             if execution.is_suspect:
                 self._suspects.append(request)
             self._follow_settings(execution.batch)
-        self._batches = [(held.execution.batch.id, held.execution.batch.epoch) for held in self._held()]
+        self._batches = [
+            (request.execution.batch.id, request.execution.batch.epoch) for request in self._in_hand()
+        ]
 
     def _follow_settings(self, batch: Batch) -> None:
         """The batch that was dispatched last says which settings are in effect: not one that is reclaimed
@@ -175,7 +177,7 @@ class StepReplica(ReplicaLoop[Execution]):
         if batch.settings != self._settings_text:
             self._settings_text = batch.settings
             self._settings = self._settings.with_those_for_steps(batch.settings)
-            for request in self._held():
+            for request in self._in_hand():
                 request.result_bytes_max = self._settings.max_result_bytes
 
     def _reject(self, execution: Execution) -> None:
@@ -191,7 +193,7 @@ class StepReplica(ReplicaLoop[Execution]):
             execution.fail(position, ABORTED, _REPLACED)
         self._rejected.append(execution)
 
-    def _held(self) -> list[StepExecution]:
+    def _in_hand(self) -> list[StepExecution]:
         return list(self._requests.values())
 
     # --- the model process ---------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ class StepReplica(ReplicaLoop[Execution]):
             del self._suspects[0]  # not before Redis knows that it is alone
         if self._alone is not None or self._is_gathering:
             return
-        for request in self._held():
+        for request in self._in_hand():
             if request.is_waiting:
                 self._admit(request)
         if self._is_paused:
@@ -344,15 +346,15 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _begun(self) -> list[StepExecution]:
         """The requests that the process has, in the order in which they came."""
-        return [request for request in self._held() if request.is_sent and not request.has_ended]
+        return [request for request in self._in_hand() if request.is_sent and not request.has_ended]
 
     def _let_go_of_process(self) -> None:
         suspects = {*self._suspects, self._alone}  # one that was alone has not taken its steps
-        self._suspects = [request for request in self._held() if request in suspects]
+        self._suspects = [request for request in self._in_hand() if request in suspects]
         self._lost += self._begun()
         self._alone, self._is_paused = None, False
         self._running, self._example_key = 0, None
-        for request in self._held():
+        for request in self._in_hand():
             request.is_sent = False
 
     def _begin_lost_again(self) -> None:
@@ -395,7 +397,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._metrics.ended(execution, execution.counts(), self._store.clock.now_us())
         self._step_log.ended(self.consumer, request, write)
         if write.dead_letter is not None:
-            self._committer.bound_dead_letters()
+            self._committer.trim_dead_letters()
         self._forget([request])
 
     def _drop_fenced(self, requests: Sequence[StepExecution]) -> None:
@@ -420,7 +422,9 @@ class StepReplica(ReplicaLoop[Execution]):
         self._free_slots(requests)
         for request in requests:
             self._requests.pop(request.key, None)
-        self._batches = [(held.execution.batch.id, held.execution.batch.epoch) for held in self._held()]
+        self._batches = [
+            (request.execution.batch.id, request.execution.batch.epoch) for request in self._in_hand()
+        ]
 
     # --- stopping ------------------------------------------------------------------------------------------
 

@@ -38,19 +38,19 @@ class Written(NamedTuple):
 
 
 class StepWriter:
-    """`held` returns the requests in the hands of the replica, which acts on what a script has returned
+    """`in_hand` returns the requests in the hands of the replica, which acts on what a script has returned
     before the next one is run."""
 
     def __init__(
         self,
         consumer: str,
         store: StepStore,
-        held: Callable[[], Sequence[StepExecution]],
+        in_hand: Callable[[], Sequence[StepExecution]],
         metrics: WorkerMetrics,
     ) -> None:
         self._consumer = consumer
         self._store = store
-        self._held = held
+        self._in_hand = in_hand
         self._metrics = metrics
         self._check_at_s = 0.0
         self._full_until_s = 0.0
@@ -63,19 +63,19 @@ class StepWriter:
 
     @property
     def due_at_s(self) -> float:
-        """When it has something to do by time alone, while requests are held."""
+        """When it has something to do by time alone, while requests are in hand."""
         return max(self._check_at_s, self._full_until_s)
 
     def write_due(self, settings: ModelSettings) -> Iterator[Written]:
         """Write what was emitted; from time to time, ask which of all requests were answered meanwhile."""
         now_s, is_full, buffer = time.monotonic(), self.is_full, settings.stream_buffer
-        checked_since_s = -inf  # those that are held since then, or longer, are asked about
+        checked_since_s = -inf  # those that are in hand since then, or longer, are asked about
         if now_s >= self._check_at_s:
             self._check_at_s = now_s + CHECK_INTERVAL_S
             checked_since_s = now_s - CHECK_INTERVAL_S
         due = [
             request
-            for request in self._held()
+            for request in self._in_hand()
             if request.held_since_s <= checked_since_s
             or request.has_ended
             or (not is_full and request.has_news(buffer))
@@ -86,14 +86,14 @@ class StepWriter:
             yield from self._write(due, settings, only_final=is_full)
         except CommandError as error:
             if error.code == "NOGROUP":  # Redis was emptied
-                yield Written(fenced=self._held())
+                yield Written(fenced=self._in_hand())
                 return
             if error.code != "OOM":
                 raise
-            held = self._held()
-            self._log.warning("Redis is full, chunks wait", worker=self._consumer, requests=len(held))
+            in_hand = self._in_hand()
+            self._log.warning("Redis is full, chunks wait", worker=self._consumer, requests=len(in_hand))
             self._full_until_s = time.monotonic() + FULL_RETRY_S
-            yield from self._write(held, settings, only_final=True)
+            yield from self._write(in_hand, settings, only_final=True)
 
     def _write(
         self, requests: Sequence[StepExecution], settings: ModelSettings, *, only_final: bool

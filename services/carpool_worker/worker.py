@@ -205,8 +205,8 @@ class Worker:
     ) -> BoundReplica:
         store = BoundStore(self._new_link("commit"), self._keys, self._clock)
         committer = Committer(consumer, store, self._metrics, self._batch_log)
-        of_inbox = BoundStore(self._new_link("inbox"), self._keys, self._clock)
-        inbox = Inbox(consumer, of_inbox, self._lease_ms, self._register, self._metrics)
+        inbox_store = BoundStore(self._new_link("inbox"), self._keys, self._clock)
+        inbox = Inbox(consumer, inbox_store, self._lease_ms, self._register, self._metrics)
         slots = ModelSettings.from_mapping(ready.settings).max_batch_size
         parts = (process, codec, inbox, store, committer, slots)
         return BoundReplica(consumer, *parts, self._lease_ms, self._register, self._metrics)

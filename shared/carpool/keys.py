@@ -74,7 +74,7 @@ class Keys:
 
     @property
     def dead_dropped(self) -> str:
-        """Hash: how many dead letters were dropped, by the bound that they were over (`bound_dead.lua`)."""
+        """Hash: how many dead letters were dropped, by the bound that they were over (`trim_dead.lua`)."""
         return self._of("dead_dropped")
 
     @property
@@ -119,9 +119,9 @@ class Keys:
         return self._of("order")
 
     @property
-    def held(self) -> str:
+    def tickets(self) -> str:
         """Hash: for ranges of these tickets where their requests were put back, or the withheld results."""
-        return self._of("held")
+        return self._of("tickets")
 
     def result(self, correlation_id: str) -> str:
         """List that expires: the result of one request that named no `reply_to`."""

@@ -14,7 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
-from carpool.messages import PRIORITY_LEVELS
+from carpool.messages.requests import PRIORITY_LEVELS
 from carpool.units import BYTES, MILLISECONDS, number_in
 
 _NUMBER_MAX: Final = 1 << 53  # exclusive; a float holds every smaller integer exactly
@@ -38,6 +38,17 @@ class ModelKind(StrEnum):
     def has_sequences(self) -> bool:
         """Whether each request must be a part of a sequence."""
         return self in (ModelKind.STATEFUL, ModelKind.BOUND)
+
+    @classmethod
+    def of(cls, registration: Mapping[str, str]) -> ModelKind:
+        """How a registered model executes requests."""
+        others = (kind for kind in cls if kind is not cls.PLAIN)
+        return next((kind for kind in others if registration.get(kind) == "true"), cls.PLAIN)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The fields of a registration that say it: one of the name of each kind but PLAIN."""
+        return {str(kind): str(self is kind).lower() for kind in ModelKind if kind is not ModelKind.PLAIN}
 
 
 class Kind(NamedTuple):
@@ -314,13 +325,13 @@ class ModelSettings:
         256, _integer(1), "number of unread chunks from which on further ones are merged"
     )
     reader_idle_ms: int = _setting(
-        10_000, _integer(1, MILLISECONDS), "after which time without reading a streamed request is cancelled"
+        10_000, _integer(1, MILLISECONDS), "after which time a stream that nobody reads is cancelled"
     )
     max_candidate_sequences: int = _setting(
         10_000, _integer(1), "maximum number of sequences that are kept at a time; others wait to start"
     )
     max_sequence_idle_ms: int = _setting(
-        60_000, _integer(1, MILLISECONDS), "after which time without requests a sequence is ended"
+        60_000, _integer(1, MILLISECONDS), "after which time a sequence without requests is ended"
     )
     unknown_fields: str = _setting(
         "pass",

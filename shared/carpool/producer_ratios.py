@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import KeysView
 from typing import Final
 
-from carpool.messages import Producer
+from carpool.messages.requests import Producer
 
 LATEST_WEIGHT: Final = 0.25  # of the latest observation in a ratio
 FORGOTTEN_RATIO: Final = 0.05

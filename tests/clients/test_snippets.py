@@ -15,7 +15,7 @@ import pytest
 from redis import Redis
 
 from carpool.keys import Keys
-from carpool.messages import JSON, RAW
+from carpool.messages.requests import JSON, RAW
 from carpool.rows import StoredBody
 from carpool_cli.local.embedded import EmbeddedRedis
 from clients.conftest import STATEFUL, Build, output

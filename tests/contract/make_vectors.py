@@ -1130,7 +1130,6 @@ def settled() -> list[Case]:
         batch("all requests were executed together", "executed", "5", executed=5),
         batch("some were not executed", "executed", "3", executed=3),
         batch("they were executed one at a time", "executed", "0", executed=0),
-        batch("a worker that does not tell: all of them", executed=5),
         batch(
             "of one producer's requests none was executed, of another's some",
             *("failed", "INVALID_ARGUMENT=3", "executed", "2"),
@@ -1139,7 +1138,12 @@ def settled() -> list[Case]:
             failures={"INVALID_ARGUMENT": 3},
             of_producers=[[["t", ""], 2, 0], [["", "s"], 3, 2]],
         ),
-        batch("sequences were broken", "broken", "mic7 mic8", executed=5, broken=["mic7", "mic8"]),
+        batch(
+            "sequences were broken",
+            *("executed", "5", "broken", "mic7 mic8"),
+            executed=5,
+            broken=["mic7", "mic8"],
+        ),
         change("a model process joined or left", "worker", "w/0", worker="w/0"),
         change("settings were overridden", "config", "max_batch_size", worker=""),
     ]

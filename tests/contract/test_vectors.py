@@ -12,23 +12,10 @@ import numpy as np
 import pytest
 
 from carpool.errors import INVALID_ARGUMENT, InvalidArgumentError
-from carpool.messages import (
-    JSON,
-    MSGPACK,
-    BatchedRequest,
-    BatchSettled,
-    Chunk,
-    ExecutedOf,
-    Failures,
-    ModelProcessesChanged,
-    Refusal,
-    Result,
-    ResultColumns,
-    Run,
-    SequencePart,
-    SequencesEnd,
-    Withdrawal,
-)
+from carpool.messages.batches import BatchedRequest
+from carpool.messages.requests import JSON, MSGPACK, Run, SequencePart, SequencesEnd, Withdrawal
+from carpool.messages.results import Chunk, Refusal, Result, ResultColumns
+from carpool.messages.settled import BatchSettled, ExecutedOf, Failures, ModelProcessesChanged
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import TicketRange

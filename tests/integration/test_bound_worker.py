@@ -12,7 +12,10 @@ import pytest
 
 from carpool.errors import ABORTED, DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, OK
 from carpool.keys import Keys
-from carpool.messages import Dispatch, Result, Run, SlotFreed
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Run
+from carpool.messages.results import Result
+from carpool.messages.sequences import SlotFreed
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import Link

@@ -12,7 +12,7 @@ import pytest
 
 from carpool.client.sync import Client
 from carpool.errors import InvalidArgumentError
-from carpool.messages import JSON, MSGPACK, RAW
+from carpool.messages.requests import JSON, MSGPACK, RAW
 from support.command import carpool
 from support.stack import Stack
 

@@ -10,7 +10,7 @@ import pytest
 
 from carpool.client.sync import Client
 from carpool.errors import InternalError
-from carpool.messages import JSON, MSGPACK
+from carpool.messages.requests import JSON, MSGPACK
 from support.command import carpool
 from support.stack import Stack
 from support.waiting import wait_until

@@ -12,13 +12,13 @@ import msgpack
 import pytest
 
 from carpool.keys import Keys
-from carpool.messages import Run
+from carpool.messages.requests import Run
 from carpool.model_settings import ModelSettings
 from carpool.store.worker import WorkerStore
 from carpool_batcher.batcher import ModelBatcher
-from carpool_batcher.core import withdrawals
-from carpool_batcher.core.fairness import EQUAL_SHARES
-from carpool_batcher.core.queue import Queue
+from carpool_batcher.core.waiting import withdrawals
+from carpool_batcher.core.waiting.fairness import EQUAL_SHARES
+from carpool_batcher.core.waiting.queue import Queue
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
 from support.wire import flat_of

@@ -9,7 +9,9 @@ import pytest
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.messages import Dispatch, Entry, SlotFreed
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Entry
+from carpool.messages.sequences import SlotFreed
 from carpool.store.batcher import BatcherStore
 from carpool.store.bound import BoundStore
 from carpool.store.connection import CommandError, Link

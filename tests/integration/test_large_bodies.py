@@ -16,7 +16,7 @@ from carpool import AsyncClient, Client
 from carpool.client.entries import LARGE_BODY_BYTES
 from carpool.errors import DeadlineExceededError, ResourceExhaustedError
 from carpool.keys import Keys
-from carpool.messages import JSON, MSGPACK, RAW
+from carpool.messages.requests import JSON, MSGPACK, RAW
 from carpool.rows import BODY_TTL_MS
 from carpool.wire.bodies import encode_body
 from support.stack import Stack, fixed_keys

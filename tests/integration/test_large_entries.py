@@ -10,7 +10,8 @@ import pytest
 
 from carpool.errors import INVALID_ARGUMENT
 from carpool.keys import Keys
-from carpool.messages import Dispatch, Entry, Run
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Entry, Run
 from carpool.store import batcher as batcher_module
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import Argument, Link

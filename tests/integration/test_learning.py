@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from carpool.keys import Keys
-from carpool.messages import BatchSettled, ExecutedOf
+from carpool.messages.settled import BatchSettled, ExecutedOf
 from carpool.wire.batches import decode_settled
 from support.stack import Stack
 from support.waiting import wait_until

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from carpool.keys import Keys
-from carpool.messages import SequencePart
+from carpool.messages.requests import SequencePart
 from carpool.model_settings import ModelSettings
 from carpool.store.reader import ENTRIES_MAX
 from carpool.store.worker import WorkerStore
@@ -170,13 +170,13 @@ def test_no_more_is_read_of_a_model_than_it_can_decide_about(bench: CountedLoop)
     assert 0 < most <= 2 * ENTRIES_MAX
 
 
-@pytest.mark.parametrize("held_max", [0, 5, 1000])
+@pytest.mark.parametrize("postponed_max", [0, 5, 1000])
 def test_a_batcher_that_takes_over_holds_few_refusals(
-    bench: CountedLoop, held_max: int, monkeypatch: pytest.MonkeyPatch
+    bench: CountedLoop, postponed_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given malformed requests of sequences, then a request that follows a start, and then
     this start, which was put back. Expect each to be answered once, and the request to wait for the start."""
-    monkeypatch.setattr(entries_module, "HELD_MAX", held_max)
+    monkeypatch.setattr(entries_module, "POSTPONED_MAX", postponed_max)
     bench.serve(has_sequences=True)
     bench.take_over("m")
     malformed = [f"bad-{at}" for at in range(20)]
@@ -201,14 +201,14 @@ def test_a_batcher_that_takes_over_holds_few_refusals(
         "sequence_start": 1,
         "sequence_place": place,
     }
-    put_back = {"arrival": first_id.partition(b"-")[0], "requests": msgpack.packb([start]), "slots": ""}
+    put_back = {"arrival": first_id.partition(b"-")[0], "requests": msgpack.packb([start]), "tickets": ""}
     bench.link.call("XADD", KEYS.requests, "*", *flat_of(put_back))
     bench.run_until(
         lambda: bench.waiting() == 2 and bench.link.call("XLEN", KEYS.requests) == 2,
         "two wait, and the others are refused",
     )
     were_left = bench.session().unread.resumes_after is not None
-    assert were_left == (held_max < len(malformed))
+    assert were_left == (postponed_max < len(malformed))
     assert [bench.link.call("LLEN", KEYS.result(name)) for name in malformed] == [1] * len(malformed)
     scheduler = bench.session().scheduler
     assert [run.correlation_ids for lane in scheduler._queue.lanes.values() for run in lane] == [["start"]]

@@ -8,7 +8,8 @@ from typing import Final
 import pytest
 
 from carpool.keys import Keys
-from carpool.messages import Dispatch, Entry, Run
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Entry, Run
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import Link

@@ -20,7 +20,8 @@ from structlog.testing import capture_logs
 
 from carpool.clock import RedisClock
 from carpool.lifecycle import Loop
-from carpool.messages import JSON, MSGPACK, Batch, BatchedRun
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import JSON, MSGPACK
 from carpool.parts import Buffer
 from carpool.readiness import wait_until_ready
 from carpool.rows import Body

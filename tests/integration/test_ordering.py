@@ -20,7 +20,10 @@ from redis import Redis
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
 from carpool.keys import Keys
-from carpool.messages import RAW, Batch, Dispatch, Entry, Executed, Refusal, Result, Run, RunResults
+from carpool.messages.batches import Batch, Dispatch
+from carpool.messages.requests import RAW, Entry, Run
+from carpool.messages.results import Refusal, Result, RunResults
+from carpool.messages.settled import Executed
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows
 from carpool.store.batcher import BatcherStore
@@ -91,7 +94,7 @@ class OrderedResults(RuleBasedStateMachine):
         self.delivered_are_those_done_without_an_unfinished_one_before()
         unfinished = [name for name, request in self.requests.items() if not (request.done or request.lost)]
         assert not unfinished
-        assert not self.redis.exists(self.keys.order, self.keys.held), "no ticket is left"
+        assert not self.redis.exists(self.keys.order, self.keys.tickets), "no ticket is left"
         self.redis.close()
 
     # --- rules ---------------------------------------------------------------------------------------------
@@ -130,8 +133,8 @@ class OrderedResults(RuleBasedStateMachine):
         names = [f"r{self.number + at}" for at in range(1, count + 1)]
         self.number += count
         element = {"correlation_ids": " ".join(names), "rows": b"1" * count, "reply_to": "near"}
-        slots = f"{victim}:{first}+{count}"
-        self.send({"requests": msgpack.packb([element]), "arrival": "1", "slots": slots})
+        tickets = f"{victim}:{first}+{count}"
+        self.send({"requests": msgpack.packb([element]), "arrival": "1", "tickets": tickets})
 
     @rule(data=st.data(), is_lost=st.booleans())
     def read(self, data: st.DataObject, is_lost: bool) -> None:
@@ -475,10 +478,10 @@ class Stores(NamedTuple):
     def free_some(self) -> None:
         """One script frees lost tickets, and its caller ends before it runs the next one."""
         keys = self.keys
-        Link(self.url, name="x").run(RELEASE, [keys.order, keys.held, keys.requests, keys.batches], [])
+        Link(self.url, name="x").run(RELEASE, [keys.order, keys.tickets, keys.requests, keys.batches], [])
 
     def no_ticket_is_left(self) -> bool:
-        return not self.redis.exists(self.keys.order, self.keys.held)
+        return not self.redis.exists(self.keys.order, self.keys.tickets)
 
 
 @pytest.fixture
@@ -608,7 +611,7 @@ def test_results_are_delivered_at_once_if_their_order_was_deleted(stores: Stores
     """None of them is withheld, because nothing would deliver it; nor is anything put back in the order."""
     entry = stores.admit(numbered(6))
     part, rest = entry.runs[0].cut(2), entry.runs[-1]
-    stores.redis.delete(stores.keys.order, stores.keys.held)
+    stores.redis.delete(stores.keys.order, stores.keys.tickets)
     outcome = stores.batcher.dispatch([Dispatch([part], "full", "")], TTL_MS)
     EntryTable().update_from(outcome.entries)
     assert stores.no_ticket_is_left()
@@ -682,7 +685,7 @@ def test_order_holds_through_expiry_withdrawal_and_deaths(stack: Stack) -> None:
     assert answered == expected
     assert sum(batcher.alive for batcher in batchers) == 1
     stack.wait_until_idle(MODEL)
-    assert not stack.redis.exists(Keys(MODEL).order, Keys(MODEL).held)
+    assert not stack.redis.exists(Keys(MODEL).order, Keys(MODEL).tickets)
 
 
 def test_withdrawal_read_together_with_its_request_keeps_the_order(stack: Stack) -> None:
@@ -728,7 +731,7 @@ def test_ordering_can_be_turned_on_and_off_while_requests_wait(stack: Stack) -> 
     wait_until(
         lambda: names() == ["later", "slow", "fast"], description="requests with tickets keep their order"
     )
-    assert not stack.redis.exists(keys.order, keys.held), "no ticket is left"
+    assert not stack.redis.exists(keys.order, keys.tickets), "no ticket is left"
 
 
 def test_withheld_results_count_as_waiting(stack: Stack) -> None:
@@ -749,7 +752,7 @@ def test_withheld_results_count_as_waiting(stack: Stack) -> None:
     assert refused["status"] == "RESOURCE_EXHAUSTED"
     assert "results are withheld until earlier ones are done" in refused["detail"]
     wait_until(
-        lambda: json.loads(stack.redis.get(keys.report))["gauges"]["held"] == len(sent) - 1,
+        lambda: json.loads(stack.redis.get(keys.report))["gauges"]["withheld"] == len(sent) - 1,
         description="the batcher reports how many are withheld",
     )
     gate.touch()
@@ -759,7 +762,7 @@ def test_withheld_results_count_as_waiting(stack: Stack) -> None:
 def withheld(stack: Stack, keys: Keys) -> int:
     """How many requests have a withheld result. Several may share one: `r COUNT ...`."""
     return sum(
-        int(value.split(b" ", 2)[1]) for value in stack.redis.hvals(keys.held) if value.startswith(b"r ")
+        int(value.split(b" ", 2)[1]) for value in stack.redis.hvals(keys.tickets) if value.startswith(b"r ")
     )
 
 
@@ -775,7 +778,7 @@ def test_delivered_results_no_longer_count_as_waiting(stack: Stack) -> None:
         wait_until(lambda: stack.redis.xlen(keys.requests) == 0, description="no request waits")
         wait_until(lambda: withheld(stack, keys) >= len(sent) - 2, description="all but the last are done")
     wait_until(
-        lambda: json.loads(stack.redis.get(keys.report))["gauges"]["held"] >= 3,
+        lambda: json.loads(stack.redis.get(keys.report))["gauges"]["withheld"] >= 3,
         description="the batcher has counted them",
     )
     gate.touch()
@@ -824,10 +827,10 @@ def test_withheld_results_are_delivered_although_redis_is_full(stack: Stack) -> 
     wait_until(lambda: len(stack.replies(model, "all")) == 2501, description="all are delivered")
     assert replied(stack, model) == ["slow", *names]
     assert not stack.events("batcher failed, starting over")
-    assert not stack.redis.exists(keys.order, keys.held)
+    assert not stack.redis.exists(keys.order, keys.tickets)
 
 
-@pytest.mark.parametrize("name", ["order", "held"])
+@pytest.mark.parametrize("name", ["order", "tickets"])
 @pytest.mark.parametrize("in_order", ["true", "false"])
 def test_key_of_another_type_costs_the_order_but_no_result(stack: Stack, name: str, in_order: str) -> None:
     model = stack.serve("plain.py:Single")
@@ -852,14 +855,14 @@ def test_forged_ticket_costs_no_result(stack: Stack) -> None:
     behind = stack.send(model, body="7", reply_to="all", correlation_id="behind")
     wait_until(lambda: withheld(stack, keys) == 1, description="the result of the one behind it is withheld")
     forged = [{"correlation_id": "forged", "body": b"7", "reply_to": "all"}]
-    stack.send_packed(model, forged, arrival=1, slots=f"{behind}:0")
+    stack.send_packed(model, forged, arrival=1, tickets=f"{behind}:0")
     wait_until(lambda: stack.redis.xlen(keys.requests) == 0, description="the forged one is dispatched")
     gate.touch()
     wait_until(lambda: len(stack.replies(model, "all")) == 3, description="all results are delivered")
     names = replied(stack, model)
     assert sorted(names) == ["behind", "forged", "slow"]
     assert names.index("slow") < names.index("behind")
-    assert not stack.redis.exists(keys.order, keys.held)
+    assert not stack.redis.exists(keys.order, keys.tickets)
 
 
 def test_entries_and_batches_known_to_be_in_redis_are_not_looked_up(stack: Stack) -> None:

@@ -61,7 +61,7 @@ def report(stack: Stack, model: str = MODEL) -> dict[str, Any]:
 
 def expect_not_in_force(stack: Stack, model: str, reason: str) -> None:
     """The batcher's report says that the policy is not in force, and why."""
-    wait_until(lambda: report(stack, model).get("unheeded") == reason, description="it is reported")
+    wait_until(lambda: report(stack, model).get("rejected_settings") == reason, description="it is reported")
     assert report(stack, model)["policy"] == "eager"
 
 
@@ -69,7 +69,7 @@ def expect_reason_shown(stack: Stack, model: str, reason: str) -> None:
     """Each command that shows a model says what the report says."""
     assert f"serves it with others: {reason}" in run(stack, "models").stdout
     (row,) = json.loads(run(stack, "models", "--json").stdout)
-    assert (row["policy"], row["unheeded"]) == ("eager", reason)
+    assert (row["policy"], row["rejected_settings"]) == ("eager", reason)
 
     assert f"under the policy eager: {reason}" in run(stack, "config", model).stdout
     as_json = run(stack, "config", model, "--json")
@@ -79,7 +79,7 @@ def expect_reason_shown(stack: Stack, model: str, reason: str) -> None:
     assert "policy eager, not that of the settings" in page
     assert any(line.startswith("settings rejected: policy: ") for line in page)
     (shown,) = json.loads(run(stack, "top", "--once", "--json").stdout)["models"]
-    assert (shown["policy"], shown["unheeded"]) == ("eager", reason)
+    assert (shown["policy"], shown["rejected_settings"]) == ("eager", reason)
 
 
 def test_policy_in_force_is_shown(stack: Stack) -> None:
@@ -87,7 +87,7 @@ def test_policy_in_force_is_shown(stack: Stack) -> None:
     assert "rejects" not in changed.stdout
     assert report(stack)["policy"] == PAIRS, "the command waited for it"
     (row,) = json.loads(run(stack, "models", "--json").stdout)
-    assert (row["policy"], row["unheeded"]) == (PAIRS, "")
+    assert (row["policy"], row["rejected_settings"]) == (PAIRS, "")
     assert f"policy {PAIRS}" in " ".join(run(stack, "top", "--once").stdout.split())
     assert "rejects" not in run(stack, "config", MODEL).stdout
 
@@ -123,7 +123,7 @@ def test_policy_whose_constructor_raises_is_not_in_force_until_it_succeeds(tmp_p
             description="the batcher tries it again",
             timeout_s=RETRY_S + 10,
         )
-        assert report(stack)["unheeded"] == ""
+        assert report(stack)["rejected_settings"] == ""
 
 
 def test_policy_without_a_batcher_is_accepted_with_a_warning(tmp_path: Path) -> None:

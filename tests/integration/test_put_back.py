@@ -10,7 +10,9 @@ import pytest
 
 from carpool.errors import CANCELLED
 from carpool.keys import Keys
-from carpool.messages import JSON, Dispatch, Entry, Refusal, Run
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import JSON, Entry, Run
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import PUT_BACK_ENTRIES_MAX, BatcherStore, EntryChanges
 from carpool.store.connection import Link
@@ -63,7 +65,7 @@ class Waiting:
 
     def tickets(self) -> dict[str, str]:
         """What is known of the tickets."""
-        flat = [part.decode() for part in self.link.call("HGETALL", self.keys.held)]
+        flat = [part.decode() for part in self.link.call("HGETALL", self.keys.tickets)]
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
 

@@ -11,7 +11,9 @@ import pytest
 
 from carpool.errors import DEADLINE_EXCEEDED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.keys import CORRELATION_ID_CHARS_MAX, Keys
-from carpool.messages import JSON, MSGPACK, Dispatch, Entry, Refusal, Result, Run
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import JSON, MSGPACK, Entry, Run
+from carpool.messages.results import Refusal, Result
 from carpool.store.batcher import ANSWERS_MAX, CLAIMED_RANGES_MAX, BatcherStore
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.results import Address, Answer

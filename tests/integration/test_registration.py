@@ -55,16 +55,12 @@ def test_model_without_tensors_that_takes_the_name_of_another_declares_none(link
 class OfWorker:
     """A worker without a model process. It has a connection of its own."""
 
-    def __init__(self, link: Link, name: str, size: int, *, tells: bool = True) -> None:
-        """`tells`: it declares its settings, as those of older versions do not."""
+    def __init__(self, link: Link, name: str, size: int) -> None:
         self.name = name
         self.store = WorkerStore(link, KEYS)
         declared = encode_registration(ModelSettings(max_batch_size=size).as_text(), [], [])
         self.registrar = Registrar(name, declared)
-        if tells:
-            self.registrar.register(self.store)
-        else:
-            self.store.register(declared)
+        self.registrar.register(self.store)
         self.store.join(f"{name}/0", LEASE_MS)
 
     def follow(self) -> list[str]:
@@ -134,34 +130,17 @@ def test_what_gone_workers_declared_is_forgotten_and_what_is_lost_is_declared_ag
     assert killed.registrar.batch_size_max == 4
 
 
-def test_worker_of_an_older_version_is_taken_to_declare_what_is_registered(link: Link) -> None:
-    older = OfWorker(link, "older", 4, tells=False)
+def test_worker_whose_declaration_is_gone_is_taken_to_declare_what_is_registered(link: Link) -> None:
+    """Until its next heartbeat: a user removed the key."""
+    other = OfWorker(link, "other", 4)
     new = OfWorker(link, "new", 64)
     assert registered_size(link) == "4"
-    assert len(new.follow()) == 1
+    link.call("DEL", KEYS.declared)
+    new.follow()
     assert registered_size(link) == "4"
-    older.leave()
+    other.leave()
     new.follow()
     assert registered_size(link) == "64"
-    OfWorker(link, "older again", 8, tells=False)
-    new.follow()
-    assert registered_size(link) == "8"
-
-
-def test_worker_whose_acl_file_is_older_registers_what_it_declares(server: EmbeddedRedis, link: Link) -> None:
-    OfWorker(link, "other", 4).leave()
-    keys = ["models", "{m}:model", "{m}:batches", "{m}:workers", "{m}:settled", "{m}:config"]
-    link.call("ACL", "SETUSER", "old", "on", ">pw", "+@all", *[f"~carpool:{key}" for key in keys])
-    signed_in = Link(server.url.replace("redis://", "redis://old:pw@"), name="old")
-    with capture_logs() as logged:
-        worker = OfWorker(signed_in, "worker", 64)
-    assert [entry["event"] for entry in logged] == [
-        "settings of other workers are not looked at, those registered last apply"
-    ]
-    link.call("HSET", KEYS.config, "max_batch_size", 128)
-    assert (worker.follow(), registered_size(link)) == ([], "64")
-    assert worker.registrar.batch_size_max == 128
-    signed_in.close()
 
 
 def test_a_worker_takes_larger_batches_than_it_declares_only_if_an_operator_says_so(link: Link) -> None:
@@ -181,7 +160,7 @@ def test_leases_do_not_depend_on_what_redis_refuses_of_declarations(link: Link) 
     assert worker.follow() == ["settings of other workers are not followed, retrying"]
     assert worker.follow() == []
     other = OfWorker(link, "other", 16)
-    assert (other.follow(), registered_size(link)) == ([], "16")
+    assert (other.follow(), registered_size(link)) == ([], "16")  # it said so when it registered
     link.call("DEL", KEYS.declared)
     worker.follow()
     assert link.call("HKEYS", KEYS.declared) == [b"worker"]

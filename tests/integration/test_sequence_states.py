@@ -15,19 +15,11 @@ from redis import Redis
 from carpool.clock import RedisClock
 from carpool.errors import ABORTED, DEADLINE_EXCEEDED, INTERNAL, OK
 from carpool.keys import Keys
-from carpool.messages import (
-    JSON,
-    Batch,
-    BatchSettled,
-    DeadLetter,
-    Dispatch,
-    Entry,
-    Executed,
-    Result,
-    Run,
-    SequenceChange,
-    SequencePart,
-)
+from carpool.messages.batches import Batch, Dispatch
+from carpool.messages.requests import JSON, Entry, Run, SequencePart
+from carpool.messages.results import DeadLetter, Result
+from carpool.messages.sequences import SequenceChange
+from carpool.messages.settled import BatchSettled, Executed
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.results import Address, Answer, FencedError, Start

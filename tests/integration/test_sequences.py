@@ -11,7 +11,11 @@ import pytest
 
 from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INVALID_ARGUMENT, OK
 from carpool.keys import Keys
-from carpool.messages import Batch, Dispatch, Executed, Result, SequenceChange, SequenceOutcome, SequencePart
+from carpool.messages.batches import Batch, Dispatch
+from carpool.messages.requests import SequencePart
+from carpool.messages.results import Result
+from carpool.messages.sequences import SequenceChange, SequenceOutcome
+from carpool.messages.settled import Executed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.batcher import BatcherStore, NotActiveError
 from carpool.store.results import Address

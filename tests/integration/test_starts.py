@@ -11,7 +11,8 @@ import pytest
 from redis import Redis
 
 from carpool.keys import Keys
-from carpool.messages import Dispatch, Run
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Run
 from carpool.model_settings import ModelSettings
 from carpool.store import results
 from carpool.store.batcher import BatcherStore
@@ -105,17 +106,3 @@ def test_each_start_of_one_worker_counts(url: str) -> None:
     for number in (1, 2):
         worker.record_start(execution, lost_replies=1)
         assert started(url, execution) == number
-
-
-def test_a_worker_of_an_older_version_goes_on_counting(url: str) -> None:
-    """It counts with HINCRBY."""
-    worker = Worker(url, "w1")
-    execution = worker.reclaim()
-    worker.record_start(execution)
-    with Redis.from_url(url, protocol=2) as redis:
-        redis.hincrby(KEYS.progress(execution.batch.id), "started:0", 1)
-    worker = Worker(url, "w2")
-    execution = worker.reclaim()
-    assert execution.deaths == {0: 1}
-    worker.record_start(execution, lost_replies=1)
-    assert started(url, execution) == 3

@@ -29,7 +29,9 @@ from redis import Redis
 from carpool.clock import RedisClock
 from carpool.errors import ABORTED, CANCELLED
 from carpool.keys import Keys
-from carpool.messages import Batch, Dispatch, Result, Run
+from carpool.messages.batches import Batch, Dispatch
+from carpool.messages.requests import Run
+from carpool.messages.results import Result
 from carpool.model_settings import ModelSettings
 from carpool.parts import Buffer
 from carpool.store import steps

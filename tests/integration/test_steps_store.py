@@ -14,7 +14,9 @@ from redis import Redis
 from carpool.clock import RedisClock
 from carpool.errors import CANCELLED, OK
 from carpool.keys import Keys
-from carpool.messages import JSON, Batch, Chunk, DeadLetter, Dispatch, Result, Run
+from carpool.messages.batches import Batch, Dispatch
+from carpool.messages.requests import JSON, Run
+from carpool.messages.results import Chunk, DeadLetter, Result
 from carpool.model_settings import ModelSettings
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import CommandError, Link

@@ -14,7 +14,8 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from carpool.messages import Dispatch, SequenceChange
+from carpool.messages.batches import Dispatch
+from carpool.messages.sequences import SequenceChange
 from simulation.test_sequences_machine import IDLE_MS, Observed, SequencesMachine, part_of
 from support.bound_harness import BoundHarness
 

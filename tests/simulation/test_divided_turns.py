@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from carpool.messages import Refusal, Run, SequenceChange
-from carpool_batcher import refusal_parts
-from carpool_batcher.core.sequences import Sequences
-from carpool_batcher.refusal_parts import Part, divide
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
+from carpool.messages.sequences import SequenceChange
+from carpool_batcher import refusals
+from carpool_batcher.core.sequences.sequences import Sequences
+from carpool_batcher.refusals import Part, divide
 from support.planting import Fault, Faults, Patch, of_property
 from support.sequence_harness import MS, SequenceHarness
 
@@ -66,7 +68,7 @@ class DividedTurns(SequenceHarness):
         self._is_writing = False
 
 
-@mock.patch.object(refusal_parts, "PART_KEYS", 1)
+@mock.patch.object(refusals, "PART_KEYS", 1)
 def play(requests: list[Request], serves: int, parts_max: int) -> None:
     """Serve some of the requests, then die in a turn that refuses others, and let another batcher go on."""
     harness = DividedTurns(max_candidate_sequences=2, max_batch_size=1)
@@ -126,7 +128,7 @@ FAULTS: Final = Faults(of_property(dying, play))
 
 @FAULTS.found(examples=87)
 def write_changes_last(patch: Patch) -> None:
-    patch.setattr(refusal_parts, "_part_of", lambda together, by_sequence: Part(_refusals(together)))
+    patch.setattr(refusals, "_part_of", lambda together, by_sequence: Part(_refusals(together)))
 
 
 @FAULTS.found(examples=299)
@@ -137,8 +139,8 @@ def write_in_another_order(patch: Patch) -> None:
         *others, last = by_entry
         return original([last, *others])
 
-    original = refusal_parts._packed
-    patch.setattr(refusal_parts, "_packed", packed)
+    original = refusals._packed
+    patch.setattr(refusals, "_packed", packed)
 
 
 @FAULTS.found(examples=172)
@@ -147,7 +149,7 @@ def know_only_the_last_break(patch: Patch) -> None:
 
     def decide(self: Sequences, now_us: int) -> Any:
         for decided in original(self, now_us):
-            yield decided._replace(changes=refusal_parts.without_earlier_breaks(decided.changes))
+            yield decided._replace(changes=refusals.without_earlier_breaks(decided.changes))
 
     patch.setattr(Sequences, "decide", decide)
 

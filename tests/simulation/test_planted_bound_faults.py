@@ -7,11 +7,12 @@ from typing import Final
 
 import pytest
 
-from carpool.messages import Run, SlotFreed
-from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.sequence import Sequence
-from carpool_batcher.core.sequences import Sequences
-from carpool_batcher.core.space import Processes
+from carpool.messages.requests import Run
+from carpool.messages.sequences import SlotFreed
+from carpool_batcher.core.sequences.sequence import Sequence
+from carpool_batcher.core.sequences.sequences import Sequences
+from carpool_batcher.core.sequences.space import Processes
+from carpool_batcher.core.waiting.queue import Queue
 from simulation.test_bound_machine import BoundMachine
 from support.planting import Fault, Faults, Patch, of_machine
 from unit import test_bound_sequences as examples
@@ -71,7 +72,7 @@ def believe_in_processes_that_are_gone(patch: Patch) -> None:
 
 @FAULTS.found(examples=53)
 def forget_which_process_has_a_sequence_at_takeover(patch: Patch) -> None:
-    patch.setattr(Processes, "hold", lambda self, sequence, process: None)
+    patch.setattr(Processes, "restore", lambda self, sequence, process: None)
 
 
 @FAULTS.found(examples=60)

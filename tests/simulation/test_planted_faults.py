@@ -8,19 +8,20 @@ from typing import Any, Final
 
 import pytest
 
-from carpool.messages import Refusal, Run
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies
 from carpool.tickets import Tickets
 from carpool_batcher.core import capacity, scheduler
-from carpool_batcher.core.batch_space import BatchSpace
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.fairness import FairQueue, Turns
-from carpool_batcher.core.lane import Lane
-from carpool_batcher.core.lane_index import Claim, Gate, LaneIndex
-from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.withdrawals import ArrivedLater
+from carpool_batcher.core.waiting.batch_space import BatchSpace
+from carpool_batcher.core.waiting.fairness import FairQueue, Turns
+from carpool_batcher.core.waiting.lane import Lane
+from carpool_batcher.core.waiting.lane_index import Claim, Gate, LaneIndex
+from carpool_batcher.core.waiting.queue import Queue
+from carpool_batcher.core.waiting.withdrawals import ArrivedLater
 from simulation.test_scheduler_machine import SchedulerMachine
 from support.planting import Fault, Faults, Patch, of_machine
 from unit import test_fairness as examples
@@ -138,8 +139,8 @@ def count_positions_by_run(patch: Patch) -> None:
         batch = original(*arguments)
         return batch._replace(expiring=dict(enumerate(batch.expiring.values())))
 
-    original = scheduler.Scheduler._in_flight
-    patch.setattr(scheduler.Scheduler, "_in_flight", in_flight)
+    original = scheduler.Scheduler._take_into_flight
+    patch.setattr(scheduler.Scheduler, "_take_into_flight", in_flight)
 
 
 @FAULTS.found(examples=98)

@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import pytest
 
-from carpool.messages import Run, SequenceChange
-from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.sequence import Segment, Sequence, place_of
-from carpool_batcher.core.sequences import Decided, Sequences
+from carpool.messages.requests import Run
+from carpool.messages.sequences import SequenceChange
+from carpool_batcher.core.sequences.sequence import Segment, Sequence, place_of
+from carpool_batcher.core.sequences.sequences import Decided, Sequences
+from carpool_batcher.core.waiting.queue import Queue
 from simulation.test_sequences_machine import SequencesMachine
 from support.planting import Fault, Faults, Patch, of_machine
 from support.sequence_harness import SequenceStore
@@ -115,7 +116,7 @@ def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
     def advance(self: Sequences, sequence: Sequence, now_us: int) -> None:
         original(self, sequence, now_us)
         if sequence.sequence_id in self._by_id:
-            self._still.add(sequence, now_us, waits=False, is_kept=sequence.kept)
+            self._idle.add(sequence, now_us, waits=False, is_kept=sequence.kept)
 
     original = Sequences._advance
     patch.setattr(Sequences, "_advance", advance)
@@ -123,15 +124,15 @@ def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
 
 @FAULTS.found(examples=6)
 def never_end_a_sequence(patch: Patch) -> None:
-    patch.setattr(Sequences, "_end_still", lambda self, now_us: False)
+    patch.setattr(Sequences, "_end_long_idle", lambda self, now_us: False)
 
 
 @FAULTS.found(examples=13)
 def begin_without_space(patch: Patch) -> None:
     def recount(self: Sequences, sequence: Sequence) -> None:
         original(self, sequence)
-        self._kept -= sequence.counts
-        sequence.counts = False
+        self._kept -= sequence.occupies_space
+        sequence.occupies_space = False
 
     original = Sequences._recount
     patch.setattr(Sequences, "_recount", recount)

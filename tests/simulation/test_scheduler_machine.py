@@ -20,17 +20,19 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from carpool.messages import Entry, ExecutedOf, Refusal, Request, Run, Withdrawal
+from carpool.messages.requests import Entry, Request, Run, Withdrawal
+from carpool.messages.results import Refusal
+from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows, StoredBody
-from carpool_batcher.core import queue
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.dispatching import PLANNED_BATCHES_MAX
-from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.lane_index import Claim, Gate
+from carpool_batcher.core.learned.transit import magnitude
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
-from carpool_batcher.core.ways import magnitude
-from carpool_batcher.core.withdrawals import PAUSE_US
+from carpool_batcher.core.waiting import queue
+from carpool_batcher.core.waiting.lane import NEVER_US
+from carpool_batcher.core.waiting.lane_index import Claim, Gate
+from carpool_batcher.core.waiting.withdrawals import PAUSE_US
 
 MAX_BATCH_BYTES = 40  # small, so that batches reach it
 START_US = 1_000_000
@@ -407,7 +409,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_lane = self._in_lane(name)
             totals = len(in_lane), sum(r.cost for r in in_lane), sum(r.bytes for r in in_lane)
             assert (lane.count, lane.cost, lane.bytes) == totals
-            assert lane.planned == len(self._planned(name))
+            assert lane.executable == len(self._planned(name))
         delayed = self._items_of(run for lane in self.scheduler._queue.lanes.values() for run in lane.expired)
         assert self.delayed == set(delayed)
         oldest_us = min((self._oldest_us(lane) for lane in LANES if self._in_lane(lane)), default=None)
@@ -677,11 +679,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         deferred = self.scheduler.settings.policy == "deferred" and self.scheduler.capacity.latency.known
         return deferred and self._earliest_due_us(lane) < NEVER_US
 
-    def _takes_us(self, lane: str, size: int, ways_us: Sequence[int] | None = None) -> int:
+    def _takes_us(self, lane: str, size: int, transit_us: Sequence[int] | None = None) -> int:
         """How long a batch takes at most until its results arrive."""
         capacity = self.scheduler.capacity
-        ways_us = capacity.ways.by_size.at_most_us if ways_us is None else ways_us
-        return ways_us[magnitude(size)] + capacity.times_of(lane).at_most(size)
+        transit_us = capacity.transit.by_size.at_most_us if transit_us is None else transit_us
+        return transit_us[magnitude(size)] + capacity.times_of(lane).at_most(size)
 
     def _starts_us(self, taken: int) -> int:
         """A batch that is dispatched now settles as if it were dispatched at this time."""
@@ -742,13 +744,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._remove_refused(refusals, expected=self.waiting.keys() & set(failed))
 
     def _is_one_batch(self, requests: list[Item], starts_us: int) -> bool:
-        """Whether a lane's requests are in time as one batch dispatched now, though its ways take long."""
+        """Whether a lane's requests are in time as one batch dispatched now with a long transit."""
         arrives_us = starts_us + self._takes_us(requests[0].lane, len(requests))
         is_in_time = arrives_us <= min(map(self._strict_deadline_us, requests))
         return is_in_time and len(requests) <= self.scheduler.settings.max_batch_size
 
     def _is_possible(self, request: Item, starts_us: int) -> bool:
-        """Whether a request is in time as a batch of one, though its ways take long."""
+        """Whether a request is in time as a batch of one with a long transit."""
         return starts_us + self._takes_us(request.lane, 1) <= self._strict_deadline_us(request)
 
     def _delay(self, delayed: set[Item], decisions: Sequence[Decision]) -> None:
@@ -875,14 +877,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert any(self._over([*batch, r]) for r in first.values())
 
     def _is_in_time(self, batch: list[Item], taken: int) -> bool:
-        """Whether all of a batch are in time: if its ways take long; or as usual, if not all that wait can be
-        in time as one batch whose ways take long."""
+        """Whether all of a batch are in time with a long transit; or as usual, if not all that wait can be in
+        time as one batch with a long transit."""
         capacity, lane, starts_us = self.scheduler.capacity, batch[0].lane, self._starts_us(taken)
         planned = [r for r in batch if not r.is_doubtful]
         possible = [r for r in self._planned(lane) if self._is_possible(r, starts_us)]
-        ways = capacity.ways.by_size
-        ways_us = ways.at_most_us if possible and self._is_one_batch(possible, starts_us) else ways.usual_us
-        arrives_us = starts_us + self._takes_us(lane, len(planned), ways_us)
+        transit = capacity.transit.by_size
+        transit_us = (
+            transit.at_most_us if possible and self._is_one_batch(possible, starts_us) else transit.usual_us
+        )
+        arrives_us = starts_us + self._takes_us(lane, len(planned), transit_us)
         return all(arrives_us <= self._strict_deadline_us(r) for r in planned)
 
     def _is_trial(self, lane: str, size: int, taken: int) -> bool:
@@ -1025,7 +1029,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len({r.name for r in batch}) == len(batch)
             self.undated.update(self._items_of(dispatch.undated))
             self.scheduler.launch(batch_id, dispatch._replace(runs=runs), self.now_us)
-            planned = self.scheduler.in_flight()[batch_id].planned
+            planned = self.scheduler.in_flight()[batch_id].executable
             # All of them if no producer is remembered any more
             assert planned in (sum(not r.is_doubtful for r in batch), len(batch))
 

@@ -16,7 +16,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
-from carpool.messages import UNANSWERED, Run, SequenceChange, SequencePart
+from carpool.messages.requests import Run, SequencePart
+from carpool.messages.results import UNANSWERED
+from carpool.messages.sequences import SequenceChange
 from support.sequence_harness import SequenceHarness
 
 IDLE_MS = 50
@@ -223,7 +225,7 @@ class SequencesMachine(RuleBasedStateMachine):
 
     def is_full(self) -> bool:
         """Whether there is no space: then starts wait, and what stands behind them."""
-        return self.harness.scheduler.sequences.counts().kept >= self.space
+        return self.harness.scheduler.sequences.census().kept >= self.space
 
     def teardown(self) -> None:
         if not hasattr(self, "harness"):

@@ -15,7 +15,8 @@ from typing import Any, Final
 import hypothesis.strategies as st
 import msgpack
 
-from carpool.messages import UNANSWERED, Entry, Refusal, Run, SequencesEnd, Withdrawal
+from carpool.messages.requests import Entry, Run, SequencesEnd, Withdrawal
+from carpool.messages.results import UNANSWERED, Refusal
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.requests import decode_entry, encode_runs, tickets_of
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
@@ -33,7 +34,7 @@ class Batcher:
 
     def __init__(self, model_settings: ModelSettings, kind: ModelKind) -> None:
         self.settings, self.kind = model_settings, kind
-        self.now_ms = START_MS
+        self.now_us = START_MS * MS
         self.stream: dict[str, list[bytes]] = {}
         self.numbers = count(1)
         self.in_flight: dict[str, list[Request]] = {}  # by batch; those without an answer
@@ -44,12 +45,8 @@ class Batcher:
         self.scheduler.follow_processes(PROCESSES)
         self.table: dict[str, Entry] = {}
 
-    @property
-    def now_us(self) -> int:
-        return self.now_ms * MS
-
     def new_id(self) -> str:
-        return f"{self.now_ms}-{next(self.numbers)}"
+        return f"{self.now_us // MS}-{next(self.numbers)}"
 
     # --- what happens --------------------------------------------------------------------------------------
 
@@ -103,7 +100,7 @@ class Batcher:
             del self.in_flight[batch_id]
 
     def pass_by(self, milliseconds: int) -> None:
-        self.now_ms += milliseconds
+        self.now_us += milliseconds * MS
         self.turn()
 
     def turn(self) -> None:
@@ -136,7 +133,11 @@ class Batcher:
             batch_id = f"{next(self.numbers)}"
             self.scheduler.launch(batch_id, dispatch, self.now_us)
             self.in_flight[batch_id] = [request for run in dispatch.runs for request in requests_of(run)]
+            self.launched(batch_id, dispatch)
         self.remove(self.checked(self.scheduler.take_duplicates(runs, copies, self.now_us)))
+
+    def launched(self, batch_id: str, dispatch: Dispatch) -> None:
+        """This batch is in flight now."""
 
     def answer_in_flight(self, batch_id: str, run: Run) -> None:
         answered = requests_of(run)
@@ -167,7 +168,7 @@ class Batcher:
             self.table[entry.id] = entry
             arrival = b"%d" % (entry.arrival_us // 1000)
             self.stream[entry.id] = [b"arrival", arrival, b"requests", encode_runs(entry.runs)]
-            self.stream[entry.id] += [b"slots", tickets_of(entry.runs).encode()]
+            self.stream[entry.id] += [b"tickets", tickets_of(entry.runs).encode()]
 
     def empty(self, entry: Entry) -> None:
         del self.table[entry.id], self.stream[entry.id]
@@ -206,7 +207,7 @@ class Batcher:
             if wake_us is None and not self.scheduler.in_flight():
                 break
             if wake_us is not None:
-                self.now_ms = max(self.now_ms, -(-wake_us // MS))
+                self.now_us = max(self.now_us, wake_us)
         queue = self.scheduler._queue
         assert not self.scheduler.in_flight() and not self.in_flight
         assert (self.scheduler.waiting, self.scheduler.waiting_bytes) == (0, 0)
@@ -259,7 +260,7 @@ VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "body_key": ("k", "l", "/"),
     "body_bytes": ("1", "16", "x"),
     "arrival": ("0", "1", str(START_MS - 5000), str(START_MS + 10), "99999999999999999999", "9" * 5000, "x"),
-    "slots": ("1-1:0+1", "1-1:0+1 2-1:3+1", f"{START_MS}-1:0+2", "x"),
+    "tickets": ("1-1:0+1", "1-1:0+1 2-1:3+1", f"{START_MS}-1:0+2", "x"),
     "sequence_id": ("s", "t", "/"),
     "sequence_start": ("0", "1"),
     "sequence_end": ("0", "1"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from carpool.messages import Dispatch, KeptSequence, Run, SequenceChange, SequencePart, SlotFreed
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Run, SequencePart
+from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
 from carpool.model_settings import ModelKind
 from carpool_batcher.core.scheduler import Scheduler
 from support.sequence_harness import MS, SequenceHarness

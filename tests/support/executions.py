@@ -6,7 +6,10 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from carpool.messages import JSON, Batch, BatchedRequest, BatchedRun, Result, SequenceChange, SequencePart
+from carpool.messages.batches import Batch, BatchedRequest, BatchedRun
+from carpool.messages.requests import JSON, SequencePart
+from carpool.messages.results import Result
+from carpool.messages.sequences import SequenceChange
 from carpool.parts import Buffer
 from carpool.wire.bodies import encode_body
 from carpool.wire.tensors import TensorSpec

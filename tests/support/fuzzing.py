@@ -26,7 +26,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID
-from carpool.messages import CONTENT_TYPES, Batch, Dispatch, Refusal, Result, Run, SequencesEnd, Withdrawal
+from carpool.messages.batches import Batch, Dispatch
+from carpool.messages.requests import CONTENT_TYPES, Run, SequencesEnd, Withdrawal
+from carpool.messages.results import Refusal, Result
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.wire.batches import decode_batch, encode_batch
@@ -51,7 +53,7 @@ _SETTINGS: Final = (
     ModelSettings(max_body_bytes=16, default_expiration_ms=5, unknown_fields="refuse"),
 )
 _NAMES: Final = sorted(
-    CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"tenant", "traceparent", "slots", "x"}
+    CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"tenant", "traceparent", "tickets", "x"}
 )
 _SCALARS: Final = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=4),

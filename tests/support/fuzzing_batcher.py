@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgpack
 
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.sequences import BROKEN_MIN
+from carpool_batcher.core.sequences.sequences import BROKEN_MIN
 from support.any_fields import COMMON, OF_SEQUENCES, SETTINGS, VALUES, Batcher, as_flat
 
 ENTRIES_PER_SEED: Final = 2000

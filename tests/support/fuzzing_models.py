@@ -29,7 +29,8 @@ import msgpack
 import numpy as np
 
 from carpool.errors import OK, NotFoundError
-from carpool.messages import JSON, MSGPACK, RAW, Result
+from carpool.messages.requests import JSON, MSGPACK, RAW
+from carpool.messages.results import Result
 from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.tensors import TENSOR_FIELDS, TensorSpec, to_bytes
 from carpool_worker.model_process.frames import pack_values

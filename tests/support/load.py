@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from carpool.keys import Keys
-from carpool.messages import JSON, MSGPACK, RAW
+from carpool.messages.requests import JSON, MSGPACK, RAW
 from support.checker import Checker, Report
 from support.stack import Stack, envelope
 from support.waiting import wait_until

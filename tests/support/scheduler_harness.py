@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from carpool.messages import Entry, Refusal, Run, SequenceChange, SlotFreed, Withdrawal
+from carpool.messages.requests import Entry, Run, Withdrawal
+from carpool.messages.results import Refusal
+from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
-from carpool_batcher.core.due_index import NEVER_US
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
+from carpool_batcher.core.waiting.lane import NEVER_US
 
 MS = 1000
 

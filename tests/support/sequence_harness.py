@@ -6,18 +6,10 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from carpool.messages import (
-    Dispatch,
-    Entry,
-    KeptSequence,
-    Refusal,
-    Run,
-    SequenceChange,
-    SequenceOutcome,
-    SequencePart,
-    SlotFreed,
-    Withdrawal,
-)
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Entry, Run, SequencePart, Withdrawal
+from carpool.messages.results import Refusal
+from carpool.messages.sequences import KeptSequence, SequenceChange, SequenceOutcome, SlotFreed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
 

@@ -9,16 +9,9 @@ import msgpack
 from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID
-from carpool.messages import (
-    CONTENT_TYPES,
-    Entry,
-    Refusal,
-    Run,
-    SequencePart,
-    SequencesEnd,
-    Withdrawal,
-    tickets_of_each,
-)
+from carpool.messages.batches import tickets_of_each
+from carpool.messages.requests import CONTENT_TYPES, Entry, Run, SequencePart, SequencesEnd, Withdrawal
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body
 from carpool.tickets import TicketRange

@@ -200,11 +200,10 @@ def scripts_of(role: str) -> list[Script]:
 def test_service_has_no_permission_that_its_code_does_not_use(role: str) -> None:
     """Each granted command is in one of its scripts, or in its store."""
     of_connection = {"ping", "client|setname", "cluster|slots", "eval", "evalsha"}
-    of_older_versions = {"hincrby"}  # they run beside this one while it is installed
     sources = [source(module) for module in (*STORES[role], directory, eviction)]
     sources += [script.source for script in scripts_of(role)]
     used = set(re.findall(r"""["']([A-Z]{2,})["']""", "".join(sources)))
-    needed = commands(role) - of_connection - of_older_versions
+    needed = commands(role) - of_connection
     granted = {command.partition("|")[0].upper() for command in needed}
     assert granted <= used
 

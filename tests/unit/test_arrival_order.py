@@ -7,9 +7,9 @@ from operator import itemgetter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from carpool.messages import Entry, Run
-from carpool_batcher.core.arrival_order import OUTDATED_MIN, ArrivalOrder
-from carpool_batcher.core.fairness import FairQueue
+from carpool.messages.requests import Entry, Run
+from carpool_batcher.core.waiting.arrival_order import OUTDATED_MIN, ArrivalOrder
+from carpool_batcher.core.waiting.fairness import FairQueue
 
 RUNS = 2000
 

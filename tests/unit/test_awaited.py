@@ -14,7 +14,8 @@ from carpool.client.entries import NO_FIELDS, Channel, OutgoingEntry
 from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX, FutureSink, Reply, ReplySink, Window
 from carpool.errors import InternalError
 from carpool.keys import Keys
-from carpool.messages import JSON, MSGPACK, ResultColumns
+from carpool.messages.requests import JSON, MSGPACK
+from carpool.messages.results import ResultColumns
 from carpool.rows import Rows
 from carpool.wire.results import encode_columns_map
 from carpool.wire.tensors import WIDTHS, tensor_head

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from carpool.errors import DEADLINE_EXCEEDED
-from carpool.messages import Batch, BatchedRun
+from carpool.messages.batches import Batch, BatchedRun
 from carpool_batcher.answer_log import AnswerLog
 from carpool_worker.batch_log import BatchLog
 

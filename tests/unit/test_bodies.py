@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from carpool.client.encoding import BodyEncoder
 from carpool.client.options import optional_fields
 from carpool.errors import InternalError, InvalidArgumentError
-from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW
+from carpool.messages.requests import CONTENT_TYPES, JSON, MSGPACK, RAW
 from carpool.wire.bodies import (
     MAX_CONTAINERS,
     MAX_DEPTH,

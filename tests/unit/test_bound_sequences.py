@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED
-from carpool.messages import Dispatch
+from carpool.messages.batches import Dispatch
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from support.bound_harness import BoundHarness
@@ -72,7 +72,7 @@ def test_starts_wait_for_a_slot_in_the_order_of_arrival() -> None:
     harness.send("b0", start=True)
     harness.send("c0", start=True, priority=9)
     assert harness.run() == []
-    assert harness.scheduler.sequences.counts().waiting_to_start == 2
+    assert harness.scheduler.sequences.census().waiting_to_start == 2
     harness.send("a1", end=True)
     harness.send("d0", start=True, end=True)
     assert harness.run() == [["a1"], ["b0"]]

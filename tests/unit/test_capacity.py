@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
-from carpool_batcher.core.lane_latency import LANE_BATCHES_MIN, LANES_MAX
+from carpool_batcher.core.learned.lane_latency import LANE_BATCHES_MIN, LANES_MAX
 
 MS = 1000
 ROUND_TRIP = 1 * MS
@@ -222,14 +222,14 @@ def test_pause_does_not_change_the_round_trip() -> None:
 
 
 def test_time_in_which_a_batch_waited_for_a_process_is_not_its_round_trip() -> None:
-    """Given batches dispatched ahead that tell how long they waited, expect their ways to be learned."""
+    """Given batches dispatched ahead that tell how long they waited, expect their transit to be learned."""
     harness = CapacityHarness(learned=False)
     for at in range(0, 300, 20):
         first, ahead = harness.dispatch(at=at), harness.dispatch(at=at + 1)
-        harness.settle(first, at=at + 12, waited=0)  # the ways take 2 ms
+        harness.settle(first, at=at + 12, waited=0)  # transit takes 2 ms
         harness.settle(ahead, at=at + 22, waited=8)  # and 3 ms
     assert harness.capacity.round_trip_us == pytest.approx(2.5 * MS, abs=0.5 * MS)
-    assert harness.capacity.ways.at_most_us == 3 * MS
+    assert harness.capacity.transit.at_most_us == 3 * MS
 
 
 def test_round_trip_is_never_negative() -> None:

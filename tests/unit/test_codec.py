@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Batch, BatchedRequest, BatchedRun
+from carpool.messages.batches import Batch, BatchedRequest, BatchedRun
+from carpool.messages.requests import CONTENT_TYPES, JSON, MSGPACK, RAW
 from carpool.rows import Rows
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.content_types import ACCEPT

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 
 from carpool.keys import Keys
-from carpool.messages import JSON, MSGPACK, RAW, BatchedRun, Result
+from carpool.messages.batches import BatchedRun
+from carpool.messages.requests import JSON, MSGPACK, RAW
+from carpool.messages.results import Result
 from carpool.rows import Bodies, Rows
 from carpool.store.arguments import ScriptKeys
 from carpool.store.results import addresses_of, result_groups
@@ -75,7 +77,7 @@ def read(execution: Execution, answered: frozenset[int] = frozenset()) -> dict[s
     addresses = addresses_of(execution.batch)
     results = [(addresses[position], result) for position, result in execution.results.items()]
     script_keys = ScriptKeys()
-    groups = list(result_groups(Keys("m"), script_keys, results, execution.of_runs))
+    groups = list(result_groups(Keys("m"), script_keys, results, execution.run_results))
     envelopes: list[tuple[str, dict[str, Any]]] = []
     for key, kind, _, payload in groups:
         place = script_keys.keys[int(key) - 1]
@@ -167,8 +169,8 @@ def test_requests_in_runs_are_served_as_each_alone(
         execution.compute_us = 0
     size = together.batch.size
     answered = data.draw(st.frozensets(st.integers(0, size - 1), max_size=3))
-    statuses, of_runs = together.counts()
-    assert sum(statuses.values()) == size == sum(number for _, number in of_runs)
+    statuses, by_run = together.counts()
+    assert sum(statuses.values()) == size == sum(number for _, number in by_run)
     got, expected = read(together, answered), read(separate, answered)
     assert len(got) == size - len(answered)
     assert _without_times(got) == _without_times(expected)
@@ -204,11 +206,11 @@ def test_rows_become_one_frame_and_columns_without_a_step_for_each_request() -> 
     assert b"".join(frame.payload) == bytes(runs[0].bodies.data) + bytes(runs[1].bodies.data)  # type: ignore[union-attr]
     execute(codec, execution)
     assert not execution.results
-    assert [(of.run, list(of.positions)) for of in execution.of_runs] == [
+    assert [(of.run, list(of.positions)) for of in execution.run_results] == [
         (runs[0], list(range(40))),
         (runs[1], list(range(40, 64))),
     ]
-    first, second = execution.of_runs
+    first, second = execution.run_results
     assert first.correlation_ids is runs[0].correlation_ids and first.are_columns and second.are_columns
     assert isinstance(first.bodies, Rows) and isinstance(second.bodies, Rows)
     assert first.bodies.head == tensor_head("FP32", (2,), 8) and second.bodies.head == b""
@@ -221,7 +223,7 @@ def test_one_failure_leaves_columns_for_the_others_of_its_run() -> None:
     execution = prepared(codec, run_of(rows_of([0, 12, 2, 3])))
     execute(codec, execution)
     assert execution.results.keys() == {1} and execution.results[1].status == "INTERNAL"
-    (of_run,) = execution.of_runs
+    (of_run,) = execution.run_results
     assert list(of_run.positions) == [0, 2, 3] and of_run.are_columns
     assert of_run.correlation_ids == ["a0", "a2", "a3"] and isinstance(of_run.bodies, Rows)
     assert bytes(of_run.bodies.data) == b"".join((array_of(n) * 2).tobytes() for n in (0, 2, 3))
@@ -233,7 +235,7 @@ def test_position_answered_meanwhile_separates_the_results_of_its_run_only() -> 
     execute(codec, execution)
     execution.drop({1})
     assert {result.correlation_id for result in execution.results.values()} == {"a0"}
-    assert [list(of.positions) for of in execution.of_runs] == [[2, 3]]
+    assert [list(of.positions) for of in execution.run_results] == [[2, 3]]
 
 
 def test_columns_have_the_tickets_of_their_requests() -> None:
@@ -241,7 +243,7 @@ def test_columns_have_the_tickets_of_their_requests() -> None:
     tickets = Tickets((TicketRange("1-0", 0, 2), TicketRange("1-0", 5, 2)))
     execution = prepared(codec, run_of(rows_of([0, 1, 2, 3]), tickets=tickets))
     execute(codec, execution)
-    groups = list(result_groups(Keys("m"), ScriptKeys(), [], execution.of_runs))
+    groups = list(result_groups(Keys("m"), ScriptKeys(), [], execution.run_results))
     ((_, _, ranges, payload),) = groups
     assert re.sub(r"=\d+", "", str(ranges)) == "1-0:0+2 1-0:5+2"
     assert isinstance(payload, bytes)
@@ -263,7 +265,7 @@ def test_run_whose_results_are_not_columns(run: BatchedRun) -> None:
     codec = codec_of(X, outputs=[X])
     execution = prepared(codec, run)
     execute(codec, execution)
-    (of_run,) = execution.of_runs
+    (of_run,) = execution.run_results
     assert not of_run.are_columns and list(of_run.positions) == list(range(len(run.bodies)))
 
 
@@ -272,7 +274,7 @@ def test_suspect_run_has_a_frame_for_each_request() -> None:
     execution = prepared(codec, run_of(rows_of([0, 1, 2])), epoch=2, answered=frozenset({1}))
     assert positions(execution) == [[0], [2]]
     execute(codec, execution)
-    assert [list(of.positions) for of in execution.of_runs] == [[0], [2]]
+    assert [list(of.positions) for of in execution.run_results] == [[0], [2]]
 
 
 def test_process_that_dies_after_columns_keeps_them() -> None:
@@ -283,7 +285,7 @@ def test_process_that_dies_after_columns_keeps_them() -> None:
     codec.take_outcome(execution, first, *executed(codec, first, predict))
     del execution.frames[0]
     execution.split(second)
-    assert [list(of.positions) for of in execution.of_runs] == [[0, 1]]
+    assert [list(of.positions) for of in execution.run_results] == [[0, 1]]
     assert positions(execution) == [[2], [3]]
     execute(codec, execution)
     execution.separate()

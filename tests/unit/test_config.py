@@ -9,10 +9,9 @@ from typing import Any, Final
 
 import pytest
 
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.settings import read_settings
 from carpool.store.directory import ModelOverview
-from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport, Gauges
 from carpool_cli import config
 from carpool_cli.config import (
@@ -228,7 +227,7 @@ def test_settings_without_an_effect_are_marked(capsys: pytest.CaptureFixture[str
         effective = resolve(registered, {})
         names = [name for name, of in effective.items() if not of.has_effect]
         assert names == [
-            name for name in effective if name in ModelSettings.names_without_effect(kind_of(registered))
+            name for name in effective if name in ModelSettings.names_without_effect(ModelKind.of(registered))
         ]
         show(effective, Screen())
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(other)]
@@ -312,7 +311,18 @@ def test_report_of_a_batcher_that_is_not_active_any_more_rejects_nothing() -> No
 
 
 REPORT: Final = BatcherReport(
-    "me", 1, 2, Gauges(0, 0, 0.0, 0, 0, 1), {}, 0, 0, {}, (), None, policy="eager", unheeded="policy: why"
+    "me",
+    1,
+    2,
+    Gauges(0, 0, 0.0, 0, 0, 1),
+    {},
+    0,
+    0,
+    {},
+    (),
+    None,
+    policy="eager",
+    rejected_settings="policy: why",
 )
 
 
@@ -323,7 +333,7 @@ REPORT: Final = BatcherReport(
         ("mine.py:Other", None, "No active batcher reports that the policy mine.py:Other is in force."),
         ("mine.py:Other", None, "start `carpool batcher --policies mine.py:Other`"),
         ("mine.py:Other", REPORT, "serves with others, under the policy eager: policy: why"),
-        ("mine.py:Other", replace(REPORT, unheeded=""), ""),
+        ("mine.py:Other", replace(REPORT, rejected_settings=""), ""),
     ],
 )
 def test_policy_that_is_not_in_force_is_noted(policy: str, report: BatcherReport | None, note: str) -> None:
@@ -344,9 +354,9 @@ class ReportingDirectory(FakeDirectory):
         return ModelOverview(10, 0, 0, 1, report is not None, report.encode().encode() if report else None, 0)
 
 
-BEFORE: Final = replace(REPORT, at_us=9, unheeded="")
+BEFORE: Final = replace(REPORT, at_us=9, rejected_settings="")
 REJECTED: Final = replace(REPORT, at_us=11)
-IN_FORCE: Final = replace(REPORT, at_us=11, policy="mine.py:Other", unheeded="")
+IN_FORCE: Final = replace(REPORT, at_us=11, policy="mine.py:Other", rejected_settings="")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from carpool_batcher.core.curve import Curve
-from carpool_batcher.core.latency import LatencyModel
+from carpool_batcher.core.learned.curve import Curve
+from carpool_batcher.core.learned.latency import LatencyModel
 from carpool_cli.tuning.calibrate import bursts
 from carpool_cli.tuning.curve import curve_of, line_through, spread_of
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from carpool.errors import INTERNAL
-from carpool.messages import Entry, Refusal, Request, Run
+from carpool.messages.requests import Entry, Request, Run
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.scheduler import Decision, Dispatch, Scheduler

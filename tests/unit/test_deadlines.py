@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from carpool.messages import Refusal
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.deadlines import BatchTimer
 from carpool_batcher.core.scheduler import Dispatch, Expire

@@ -15,9 +15,9 @@ from carpool_batcher.core.deferred import (
     latest_start_us,
     plan,
 )
-from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.latency import LatencyModel
-from carpool_batcher.core.ways import MAGNITUDES, WaysBySize
+from carpool_batcher.core.learned.latency import LatencyModel
+from carpool_batcher.core.learned.transit import MAGNITUDES, TransitBySize
+from carpool_batcher.core.waiting.lane import NEVER_US
 
 thorough = settings(deadline=None, max_examples=400)
 
@@ -34,23 +34,23 @@ def forecast_of(
     intercept: int = 10, slope: int = 1, *, max_size: int = 8, round_trip: int = 2, free_times: object = (0,)
 ) -> Forecast:
     assert isinstance(free_times, tuple)
-    ways = same_for_all_sizes(0, 0, 0)
-    forecast = Forecast(learned(intercept, slope), max_size, ways, ways.at_most_us, free_times)
-    return with_ways(forecast, round_trip)
+    transit = same_for_all_sizes(0, 0, 0)
+    forecast = Forecast(learned(intercept, slope), max_size, transit, transit.at_most_us, free_times)
+    return with_transit(forecast, round_trip)
 
 
-def same_for_all_sizes(usual: int, at_most: int, longest: int) -> WaysBySize:
-    return WaysBySize(*((ways,) * MAGNITUDES for ways in (usual, at_most, longest)))
+def same_for_all_sizes(usual: int, at_most: int, longest: int) -> TransitBySize:
+    return TransitBySize(*((transit,) * MAGNITUDES for transit in (usual, at_most, longest)))
 
 
-def with_ways(
+def with_transit(
     forecast: Forecast, at_most: int, *, usual: int | None = None, longest: int | None = None
 ) -> Forecast:
-    """The same with ways that do not depend on the size."""
-    ways = same_for_all_sizes(
+    """The same with a transit that do not depend on the size."""
+    transit = same_for_all_sizes(
         at_most if usual is None else usual, at_most, at_most if longest is None else longest
     )
-    return forecast._replace(ways=ways, ways_us=ways.at_most_us)
+    return forecast._replace(transit=transit, transit_us=transit.at_most_us)
 
 
 # --- sizes and times ---------------------------------------------------------------------------------------
@@ -123,10 +123,10 @@ def all_in_time(forecast: Forecast, waiting: list[int], now: int) -> bool:
 
 
 def test_doubtful_request_is_served_where_no_other_is_in_time() -> None:
-    """Given ways of 10 and at times 30, and deadlines that 30 would miss, expect a batch of those for which
-    10 are enough; and expect them to be refused where another request can be in time even with 30.
+    """Given a transit of 10 and at times 30, and deadlines that 30 would miss, expect a batch of those for
+    which 10 are enough; and expect them to be refused where another request can be in time even with 30.
     """
-    forecast = with_ways(forecast_of(10, 1), 30, usual=10)
+    forecast = with_transit(forecast_of(10, 1), 30, usual=10)
     assert plan(forecast, [15, 25, 26], 0) == Plan([0], 2)
     assert plan(forecast, [15, 25, 26, 60], 0) == Plan([0, 1, 2], 1)
 
@@ -213,8 +213,8 @@ def test_of_one_batch_nothing_is_concluded_about_those_behind() -> None:
 
 
 def test_first_request_that_is_late_if_the_ways_take_long_is_refused_if_others_replace_it() -> None:
-    # Given ways of 2, and of 6 now and then, and a first request with time for those of 2
-    forecast = with_ways(forecast_of(10, 1, max_size=2), 2, longest=6)
+    # Given a transit of 2, and of 6 now and then, and a first request with time for those of 2
+    forecast = with_transit(forecast_of(10, 1, max_size=2), 2, longest=6)
     tight = 2 + 12
     # When not all can be served, and the batch is as large without it, it is refused
     assert plan(forecast, [tight, *[40] * 9], 0) == ([0], 2)
@@ -224,15 +224,15 @@ def test_first_request_that_is_late_if_the_ways_take_long_is_refused_if_others_r
 
 
 def padded(up_to_eight: int) -> Forecast:
-    """A model that takes 10 for up to 4 requests, and this for up to 8; ways of 2, and 4 in one of ten."""
+    """A model that takes 10 for up to 4 requests, and this for up to 8; transit 2, and 4 in one of ten."""
     latency = LatencyModel()
     for size in (1, 4, 5, 8) * 3:
         latency.observe(size, 10 if size <= 4 else up_to_eight)
-    return with_ways(forecast_of(max_size=8)._replace(times=latency), 4, usual=2)
+    return with_transit(forecast_of(max_size=8)._replace(times=latency), 4, usual=2)
 
 
 def test_batch_is_planned_for_usual_ways_if_more_are_expected_to_be_in_time() -> None:
-    # Given more requests than can be served, with time for 8 if the ways are as usual, or else for 4
+    # Given more requests than can be served, with time for 8 if transit is as usual, or else for 4
     assert plan(padded(11), [11 + 2] * 32, 0) == ([], 8)
     # But not when two batches of 4 serve as many in that time, and more surely
     assert plan(padded(20), [20 + 2] * 32, 0) == ([], 4)
@@ -243,11 +243,11 @@ def test_batch_is_planned_for_usual_ways_if_more_are_expected_to_be_in_time() ->
 def test_planned_batch_is_in_time_if_its_ways_are_as_usual(
     forecast: Forecast, waiting: list[int], usual: int, longer: int
 ) -> None:
-    forecast = with_ways(forecast, usual + longer, usual=usual, longest=usual + 2 * longer)
+    forecast = with_transit(forecast, usual + longer, usual=usual, longest=usual + 2 * longer)
     refused, size = plan(forecast, waiting, 0)
     batch = [deadline for at, deadline in enumerate(waiting) if at not in refused][:size]
     assert len(batch) == size <= forecast.max_size
-    as_usual = forecast._replace(ways_us=forecast.ways.usual_us)
+    as_usual = forecast._replace(transit_us=forecast.transit.usual_us)
     assert all(as_usual.arrives_us(0, size) <= deadline for deadline in batch)
     assert size or len(refused) == len(waiting)
 

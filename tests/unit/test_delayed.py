@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.messages import UNANSWERED, Dispatch, Refusal, Run
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Run
+from carpool.messages.results import UNANSWERED, Refusal
 from support.scheduler_harness import MS, SchedulerHarness, run
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import InternalError
-from carpool.messages import DispatchReason
+from carpool.messages.batches import DispatchReason
 from carpool.model_settings import ModelKind
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.demo import listening, writing

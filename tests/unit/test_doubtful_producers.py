@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from carpool.messages import ExecutedOf, Producer
+from carpool.messages.requests import Producer
+from carpool.messages.settled import ExecutedOf
 from carpool.producer_ratios import PRODUCERS_MAX
-from carpool_batcher.core.arrival_rate import ArrivalRate
-from carpool_batcher.core.doubtful_producers import DoubtfulProducers
-from carpool_batcher.core.executed_share import BATCHES_MAX
-from carpool_batcher.core.fairness import Shares, Slice
-from carpool_batcher.core.lane import Lane
+from carpool_batcher.core.deferred import ArrivalRate
+from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers
+from carpool_batcher.core.learned.executed_share import BATCHES_MAX
+from carpool_batcher.core.waiting.fairness import Shares, Slice
+from carpool_batcher.core.waiting.lane import Lane
 from support.scheduler_harness import MS, SchedulerHarness
 
 FLOOD: Producer = ("", "flood")
@@ -88,7 +89,7 @@ def test_no_time_is_planned_for_doubtful_requests() -> None:
     harness.offer("a b", expiration=13)  # 10 + 2 ms suffice for two requests, and not for 32
     assert [decision.split()[0] for decision in harness.poll()] == ["deadline:"]
     (batch,) = harness.scheduler.in_flight().values()
-    assert (batch.size, batch.planned) == (32, 2)
+    assert (batch.size, batch.executable) == (32, 2)
     assert harness.scheduler.capacity.free_at_us(0) == 12 * MS
 
 
@@ -134,7 +135,7 @@ def test_requests_of_a_producer_that_was_doubtful_are_planned_for_again() -> Non
     harness.offer("f3 f4", at=12, reply_to="flood")
     harness.poll(12)
     (batch,) = harness.scheduler.in_flight().values()
-    assert batch.planned == 2
+    assert batch.executable == 2
 
 
 def test_what_a_batch_shows_of_its_other_requests_is_kept_apart_from_doubtful_ones() -> None:
@@ -166,7 +167,7 @@ def test_a_batch_that_settled_before_teaches_nothing_again() -> None:
     harness.offer("g", reply_to="flood")
     harness.poll()
     (batch,) = harness.scheduler.in_flight().values()
-    assert batch.planned == 1
+    assert batch.executable == 1
 
 
 def test_plan_does_not_look_at_any_number_of_doubtful_requests(monkeypatch: pytest.MonkeyPatch) -> None:

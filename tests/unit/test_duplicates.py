@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from carpool.messages import JSON, UNANSWERED, Dispatch, Entry, Refusal, Run, Withdrawal
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import JSON, Entry, Run, Withdrawal
+from carpool.messages.results import UNANSWERED, Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import StoredBody
-from carpool_batcher.core.duplicates import WaitingIds, separate
+from carpool_batcher.core.waiting.duplicates import WaitingIds, separate
 from support.scheduler_harness import SchedulerHarness, run
 
 

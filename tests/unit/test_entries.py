@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from carpool.keys import Keys
-from carpool.messages import Entry, Run
+from carpool.messages.requests import Entry, Run
 from carpool.rows import Body
 from carpool.store.batcher import EntryChanges, PutBack
 from carpool_batcher.entries import UNREAD_US, EntryTable, IdsSetBackError, LowestUnread

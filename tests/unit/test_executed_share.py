@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
-from carpool_batcher.core.executed_share import BATCHES_MAX, ExecutedShares
+from carpool_batcher.core.learned.executed_share import BATCHES_MAX, ExecutedShares
 
 MS = 1000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from carpool.messages import ExecutedOf
+from carpool.messages.settled import ExecutedOf
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.execution import PRODUCERS_TOLD_MAX
 from support.executions import (

@@ -9,7 +9,7 @@ import pytest
 
 from carpool import StateSpec
 from carpool.errors import ABORTED, INTERNAL, INVALID_ARGUMENT, OK, InvalidArgumentError
-from carpool.messages import JSON, MSGPACK, RAW
+from carpool.messages.requests import JSON, MSGPACK, RAW
 from carpool.rows import Rows
 from carpool.wire.bodies import decode_body
 from carpool.wire.tensors import TensorSpec

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from carpool.messages import Entry, Run
+from carpool.messages.requests import Entry, Run
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.batch_space import BatchLimits, BatchSpace, bytes_of
-from carpool_batcher.core.fairness import EQUAL_SHARES, NO_WEIGHTS, FairQueue, Shares, shares_of
-from carpool_batcher.core.lane import Lane
-from carpool_batcher.core.lane_index import Gate
+from carpool_batcher.core.waiting.batch_space import BatchLimits, BatchSpace, bytes_of
+from carpool_batcher.core.waiting.fairness import EQUAL_SHARES, NO_WEIGHTS, FairQueue, Shares, shares_of
+from carpool_batcher.core.waiting.lane import Lane
+from carpool_batcher.core.waiting.lane_index import Gate
 from support.scheduler_harness import SchedulerHarness
 
 

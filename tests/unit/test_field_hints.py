@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from carpool.errors import INVALID_ARGUMENT
-from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Refusal, Run, Withdrawal
+from carpool.messages.requests import CONTENT_TYPES, JSON, MSGPACK, RAW, Run, Withdrawal
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool.wire.field_hints import NAMES_LOOKED_AT_MAX, field_warnings, meant_field, meant_type, warnings_of
 from carpool.wire.request_fields import (

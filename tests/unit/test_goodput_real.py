@@ -62,9 +62,11 @@ def test_a_file_keeps_runs(tmp_path: Path) -> None:
     assert read_runs(file) == runs
 
 
-def told(*ways_us: int, learned: tuple[tuple[int, int], ...] = ()) -> BatcherReport:
+def told(*transit_us: int, learned: tuple[tuple[int, int], ...] = ()) -> BatcherReport:
     nothing = Gauges(0, 0, 0.0, 0, 0, 1)
-    return BatcherReport("b", 0, 0, nothing, {}, 0, 0, {}, learned, None, ways_us=(ways_us[0], ways_us[1]))
+    return BatcherReport(
+        "b", 0, 0, nothing, {}, 0, 0, {}, learned, None, transit_us=(transit_us[0], transit_us[1])
+    )
 
 
 def test_only_requests_after_the_learning_count() -> None:
@@ -93,7 +95,7 @@ def test_the_prediction_is_of_the_median_of_reports() -> None:
     slow = told(30_000, 60_000, learned=((1, 20_000), (64, 640_000)))
     quick = [told(1000, 3000, learned=((2, 4000), (64, 66_000))), told(1200, 2000, learned=((1, 3000),))]
     one = typical([slow, *quick])
-    assert one.ways_us == (1200, 3000)
+    assert one.transit_us == (1200, 3000)
     assert one.delays_us == (0, 0)
     assert dict(one.learned)[1] == 4000  # as the smallest size that was observed
     assert dict(one.learned)[2] == 4000

@@ -32,7 +32,6 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
         "carpool:{square}:dead_dropped",
         "carpool:{square}:declared",
         "carpool:{square}:draining",
-        "carpool:{square}:held",
         "carpool:{square}:inbox:p",
         "carpool:{square}:loading",
         "carpool:{square}:model",
@@ -45,6 +44,7 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
         "carpool:{square}:sequences",
         "carpool:{square}:settled",
         "carpool:{square}:status",
+        "carpool:{square}:tickets",
         "carpool:{square}:workers",
     ]
     assert models_key() == "carpool:models"

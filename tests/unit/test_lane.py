@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool.messages import Entry, Run
+from carpool.messages.requests import Entry, Run
 from carpool.rows import Bodies, Rows, StoredBody
-from carpool_batcher.core.batch_space import NO_LIMIT, BatchLimits, bytes_of
-from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.fairness import EQUAL_SHARES, NO_WEIGHTS, Shares
-from carpool_batcher.core.lane import Lane
+from carpool_batcher.core.waiting.batch_space import NO_LIMIT, BatchLimits, bytes_of
+from carpool_batcher.core.waiting.fairness import EQUAL_SHARES, NO_WEIGHTS, Shares
+from carpool_batcher.core.waiting.lane import NEVER_US, Lane
 
 
 def run(

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.lane_latency import LANE_BATCHES_MIN, TRIAL_PAUSE_RATIO, LaneLatencies
+from carpool_batcher.core.learned.lane_latency import LANE_BATCHES_MIN, TRIAL_PAUSE_RATIO, LaneLatencies
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import Arrival
 from carpool_cli.tuning.simulator import Simulation, World

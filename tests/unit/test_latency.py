@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool_batcher.core.curve import Curve, non_decreasing
-from carpool_batcher.core.latency import (
+from carpool_batcher.core.learned.curve import Curve, non_decreasing
+from carpool_batcher.core.learned.latency import (
     CHANGE_OBSERVATIONS_MIN,
     FORGOTTEN_AFTER_OBSERVATIONS,
     REFIT_INTERVAL_MIN,
     UNASKED_REFIT_INTERVAL,
     LatencyModel,
 )
-from carpool_batcher.core.size_class import CLASS_OBSERVATIONS_MAX, SCALE_MAX, size_class
+from carpool_batcher.core.learned.size_class import CLASS_OBSERVATIONS_MAX, SCALE_MAX, size_class
 
 SIZES = (1, 4, 8, 16, 32)
 Shape = Callable[[int], float]

@@ -23,7 +23,7 @@ import pytest
 
 from carpool import errors
 from carpool.keys import Keys, models_key
-from carpool.messages import DispatchReason
+from carpool.messages.batches import DispatchReason
 from carpool.model_settings import ModelSettings
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool.wire.request_fields import COLUMN_FIELDS, PASSED_ON_FIELDS, PRODUCER_FIELDS, STORED_BODY_FIELDS
@@ -31,6 +31,7 @@ from carpool.wire.tensors import DATATYPES
 from carpool_cli.__main__ import main
 from carpool_cli.commands import COMMANDS, Command, help_text, listed
 from carpool_cli.roles import ROLES
+from support import module_map
 from support.chaos.faults import FAULTS
 
 ROOT: Final = Path(__file__).parents[2]
@@ -188,8 +189,7 @@ def test_docstring_of_a_package_lists_all_of_its_modules_or_none(package: str) -
 
 
 def layout() -> dict[str, list[str]]:
-    """The folders in the layout of ARCHITECTURE.md, and the description of each: in parts, of which some are
-    lists of modules."""
+    """The folders in the layout of ARCHITECTURE.md, and the description of each, in parts."""
     entries: dict[str, list[str]] = {}
     parents: dict[int, str] = {}  # by indentation
     for line in re.findall(r"^    (.*)", section("ARCHITECTURE.md", "## Layout"), re.MULTILINE):
@@ -208,34 +208,13 @@ def layout() -> dict[str, list[str]]:
     return entries
 
 
-def in_layout(package: str) -> list[str]:
-    """The modules of a package that the layout lists. What consists mostly of modules is a list."""
-    parts = [part.split() for part in layout()[f"{package}/"] if re.fullmatch(r"[a-z0-9_ ]+", part)]
-    return [name for part in parts if len(modules(package) & set(part)) * 2 > len(part) for name in part]
-
-
-def in_tables() -> set[str]:
-    """The modules in all tables of ARCHITECTURE.md."""
-    named = [name for cell in first_cells(read("ARCHITECTURE.md")) for name in quoted(cell)]
-    return {name.removesuffix(".py") for name in named if name.endswith(".py")}
-
-
 def test_layout_has_each_package() -> None:
     of_packages = [folder[:-1] for folder in layout() if folder.startswith(DESCRIBED) and "lua" not in folder]
     compare("ARCHITECTURE.md, Layout", of_packages, packages(*DESCRIBED))
 
 
-@pytest.mark.parametrize("package", packages(*DESCRIBED))
-def test_architecture_has_each_module(package: str) -> None:
-    """In its layout; where that says only what a package is for, in a table or the package's docstring."""
-    if named := in_layout(package):
-        compare(f"ARCHITECTURE.md, Layout, {package}", named, modules(package))
-    else:
-        missing = modules(package) - in_tables() - set(in_docstring(package))
-        assert not missing, (
-            f"ARCHITECTURE.md lacks {', '.join(sorted(missing))} of {package}: add them to its layout or a "
-            f"table, or list all modules in {package}/__init__.py"
-        )
+def test_map_of_modules_is_what_their_docstrings_say() -> None:
+    assert module_map.document() == read("docs/modules.md"), "cd tests && python -m support.module_map"
 
 
 @pytest.mark.parametrize("folder", ["ops", "tests"])

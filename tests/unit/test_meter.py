@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
-from carpool.messages import JSON, DispatchReason, Entry, Refusal, Run, Streamed
+from carpool.messages.batches import DispatchReason
+from carpool.messages.requests import JSON, Entry, Run
+from carpool.messages.results import Refusal
+from carpool.messages.settled import Streamed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.report import Gauges, SteppingReport
 from carpool_batcher.core.capacity import InFlightBatch

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from carpool.errors import INTERNAL, CarpoolError
-from carpool.messages import RAW, Batch, BatchedRun, Chunk, Result
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import RAW
+from carpool.messages.results import Chunk, Result
 from carpool.metrics import (
     DURATIONS_US,
     PERCENTS,
@@ -27,8 +29,7 @@ from carpool.metrics import (
 from carpool.store.connection import CommandError, LinkError
 from carpool.store.steps import KeptChunk, StepWrite
 from carpool.wire.report import SequencesReport
-from carpool_batcher.meter import BatcherMetrics, Meter
-from carpool_batcher.sequence_meter import SequenceMeter
+from carpool_batcher.meter import BatcherMetrics, Meter, SequenceMeter
 from carpool_worker.execution import Execution
 from carpool_worker.meter import StepCounts, WorkerMetrics
 from carpool_worker.model_process.step_frames import Step

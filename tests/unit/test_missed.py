@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
-from carpool.messages import JSON, BatchSettled, Entry, Refusal, Run
+from carpool.messages.requests import JSON, Entry, Run
+from carpool.messages.results import Refusal
+from carpool.messages.settled import BatchSettled
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, Times, cause_of, causes_of_refusals
 
@@ -156,7 +158,7 @@ def test_unexpired_request_whose_result_is_late_counts() -> None:
 def test_result_that_is_on_its_way_at_the_deadline_is_delivered_late() -> None:
     batches = Batches()
     for delivery in (*[3] * 8, 900):
-        batches.capacity.ways.observe_delivery(delivery * MS)
+        batches.capacity.transit.observe_delivery(delivery * MS)
     batches.launch("a", 20, run(50), run(49), run(52), run(53))
     assert batches.settle("a", at=50, compute=10) == {"delivered_late": 3}
 

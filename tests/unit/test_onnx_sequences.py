@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from carpool.errors import InvalidArgumentError
-from carpool.messages import BatchedRun
+from carpool.messages.batches import BatchedRun
 from carpool.wire.bodies import decode_body
 from carpool.wire.tensors import Array, StateSpec, TensorSpec
 from carpool_worker.model_process.model import RequestInfo, adapt

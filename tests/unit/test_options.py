@@ -24,7 +24,7 @@ from carpool.client.options import (
 )
 from carpool.client.retries import left_of
 from carpool.errors import CarpoolError, InvalidArgumentError
-from carpool.messages import Entry, Run
+from carpool.messages.requests import Entry, Run
 from carpool.model_settings import ModelSettings
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
@@ -189,7 +189,7 @@ def test_numbers_of_numpy_are_numbers(five: Any) -> None:
     assert checked_timeout_s(endless) is None
 
 
-OWN_FIELDS: Final = CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"slots"}
+OWN_FIELDS: Final = CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"tickets"}
 
 
 @pytest.mark.parametrize("name", sorted(OWN_FIELDS - {"priority", "lane", "cost"}))

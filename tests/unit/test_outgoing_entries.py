@@ -11,7 +11,7 @@ from carpool.client import entries
 from carpool.client.entries import Channel, OutgoingEntry
 from carpool.client.sinks import FutureSink
 from carpool.keys import Keys
-from carpool.messages import JSON
+from carpool.messages.requests import JSON
 
 
 class Clock:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.errors import INTERNAL, OK, NotFoundError
-from carpool.messages import JSON, MSGPACK, RAW
+from carpool.messages.requests import JSON, MSGPACK, RAW
 from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.tensors import StateSpec, TensorSpec, to_bfloat16
 from carpool_worker.model_process.model import LoadedModel, RequestInfo, SteppingModel, adapt, load_model

@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from carpool.messages import Entry, Run
-from carpool_batcher.core.sequence import part_of
+from carpool.messages.requests import Entry, Run
+from carpool_batcher.core.sequences.sequence import part_of
 from support import planting
 from support.planting import Fault, Faults, NotFoundError, Patch, must_show, of_machine
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from carpool.messages import BatchedRequest, ExecutedOf
+from carpool.messages.batches import BatchedRequest
+from carpool.messages.settled import ExecutedOf
 from carpool.producer_ratios import PRODUCERS_MAX
 from carpool_worker.codec import Codec
 from carpool_worker.raising_producers import RaisingProducers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from carpool.messages import SequencePart
+from carpool.messages.requests import SequencePart
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Dispatch
 from support.scheduler_harness import MS, SchedulerHarness, run

@@ -8,7 +8,8 @@ import msgpack
 import pytest
 
 from carpool.errors import INVALID_ARGUMENT
-from carpool.messages import Refusal, Run, SequencePart, SequencesEnd
+from carpool.messages.requests import Run, SequencePart, SequencesEnd
+from carpool.messages.results import Refusal
 from carpool.wire.requests import encode_runs
 from support.wire import ENTRY_ID, decode
 

@@ -1,4 +1,4 @@
-"""Sequences: the rules at the top of `core/sequences.py`, in virtual time."""
+"""Sequences: the rules at the top of `core/sequences/sequences.py`, in virtual time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from carpool.errors import (
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
-from carpool.messages import UNANSWERED, Entry, Run, SequenceChange, SequencePart
+from carpool.messages.requests import Entry, Run, SequencePart
+from carpool.messages.results import UNANSWERED
+from carpool.messages.sequences import SequenceChange
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_batcher.core.sequence import place_of
+from carpool_batcher.core.sequences.sequence import place_of
 from support.sequence_harness import SequenceHarness
 
 # --- order -------------------------------------------------------------------------------------------------
@@ -53,7 +55,7 @@ def test_one_request_may_be_a_whole_sequence() -> None:
     harness.send("a1", start=True, end=True)
     assert harness.run() == [["a0"], ["a1"]]
     assert len(harness.scheduler.sequences) == 0
-    assert harness.scheduler.sequences.counts()[2:] == (2, 2, 0)
+    assert harness.scheduler.sequences.census()[2:] == (2, 2, 0)
 
 
 def test_a_start_begins_a_sequence_anew_after_earlier_requests() -> None:
@@ -336,7 +338,7 @@ def test_sequences_wait_to_start_in_the_order_of_arrival() -> None:
         harness.send(f"{name}0", start=True)
         harness.send(f"{name}1", end=True)
     assert harness.poll() == [["a0", "b0"]]
-    assert harness.scheduler.sequences.counts()[:2] == (2, 2)
+    assert harness.scheduler.sequences.census()[:2] == (2, 2)
     harness.settle()
     assert harness.poll() == [["a1", "b1"]]
     harness.settle()
@@ -352,7 +354,7 @@ def test_a_start_that_waits_for_space_keeps_its_deadline() -> None:
     harness.run()
     harness.poll(10)
     assert harness.answers == {"b0": DEADLINE_EXCEEDED, "b1": ABORTED}
-    assert harness.scheduler.sequences.counts()[:2] == (1, 1)
+    assert harness.scheduler.sequences.census()[:2] == (1, 1)
     harness.end_sequences("a")
     assert harness.poll(11) == [["c0"]]
 

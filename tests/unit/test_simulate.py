@@ -11,7 +11,7 @@ import pytest
 
 from carpool.settings import read_settings
 from carpool.wire.report import BatcherReport, Gauges
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_cli.screen import Screen
 from carpool_cli.tuning.observed import ObservedSizes
 from carpool_cli.tuning.simulate import (
@@ -102,7 +102,7 @@ def test_where_the_round_trip_is_from_is_said() -> None:
         {},
         (),
         None,
-        ways_us=(800, 1200),
+        transit_us=(800, 1200),
         delays_us=(600, 90),
     )
     assert round_trip(plain, None).startswith(

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 
 from carpool.errors import ABORTED, CANCELLED, INTERNAL, OK, RESOURCE_EXHAUSTED
-from carpool.messages import JSON, MSGPACK, Batch, BatchedRun, Result
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import JSON, MSGPACK
+from carpool.messages.results import Result
 from carpool.store.steps import StepReply, StepWrite
 from carpool_worker import step_execution
 from carpool_worker.execution import Execution

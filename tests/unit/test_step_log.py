@@ -9,7 +9,10 @@ import pytest
 import structlog
 
 from carpool.errors import INTERNAL, OK
-from carpool.messages import JSON, Batch, BatchedRun, Result, Streamed
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import JSON
+from carpool.messages.results import Result
+from carpool.messages.settled import Streamed
 from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics

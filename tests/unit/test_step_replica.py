@@ -10,7 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from carpool.clock import RedisClock
-from carpool.messages import JSON, Batch, BatchedRun
+from carpool.messages.batches import Batch, BatchedRun
+from carpool.messages.requests import JSON
 from carpool.model_settings import ModelSettings
 from carpool.store.steps import StepReply, StepWrite
 from carpool_worker import step_replica, step_writer

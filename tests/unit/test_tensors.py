@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from carpool.errors import InvalidArgumentError
-from carpool.messages import JSON, MSGPACK
+from carpool.messages.requests import JSON, MSGPACK
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.tensors import (
     DATATYPES,

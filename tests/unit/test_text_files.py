@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from carpool.errors import InvalidArgumentError
-from carpool.messages import JSON
+from carpool.messages.requests import JSON
 from carpool.settings import BatcherSettings, read_settings
 from carpool.text_files import read_text
 from carpool.wire.bodies import decode_body

@@ -18,7 +18,7 @@ from carpool.client.sinks import FutureSink
 from carpool.client.transport import Transport, failure
 from carpool.errors import CarpoolError, InvalidArgumentError, ResourceExhaustedError
 from carpool.keys import Keys
-from carpool.messages import JSON
+from carpool.messages.requests import JSON
 from carpool.store.link_errors import LINK_ERROR_CODES, LinkError, command_error
 
 UNENCODABLE: Final[dict[str, Any]] = {

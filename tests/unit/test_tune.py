@@ -11,7 +11,7 @@ import pytest
 
 from carpool.client.aio import AsyncClient, Reply
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_cli.tuning import calibrate as calibration
 from carpool_cli.tuning import search
 from carpool_cli.tuning.calibrate import (

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from carpool.client.encoding import BodyEncoder, bodies_to_send
 from carpool.errors import CarpoolError, InvalidArgumentError
-from carpool.messages import JSON, MSGPACK, RAW
+from carpool.messages.requests import JSON, MSGPACK, RAW
 from carpool.wire import tensors, values
 from carpool.wire.bodies import decode_body, decode_result, encode_body, encode_result_body
 from carpool.wire.tensors import Array, StateSpec, datatype_of, from_bytes, is_bfloat16, to_bytes

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool.wire.kinds import kind_of
 from carpool.wire.registration import (
     FIELDS,
     combined,
@@ -33,7 +32,7 @@ specs = st.builds(
 
 @pytest.mark.parametrize("kind", ModelKind)
 def test_the_kind_of_a_model_is_registered(kind: ModelKind) -> None:
-    assert kind_of(encode_registration({}, [], [], kind)) is kind
+    assert ModelKind.of(encode_registration({}, [], [], kind)) is kind
 
 
 @settings(deadline=None)

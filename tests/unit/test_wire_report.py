@@ -28,7 +28,7 @@ reports = st.builds(
     refused=st.dictionaries(texts, counts, max_size=3),
     learned=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
     quantiles_us=quantiles,
-    unheeded=texts,
+    rejected_settings=texts,
     policies=st.lists(texts, max_size=2).map(tuple),
     policy=texts,
     missed=st.dictionaries(texts, counts, max_size=3),
@@ -54,7 +54,7 @@ def test_report_names_its_gauges() -> None:
         "batches_in_flight": 1,
         "requests_in_flight": 2,
         "model_processes": 1,
-        "held": 0,
+        "withheld": 0,
         "delayed": 0,
     }
 
@@ -83,9 +83,9 @@ def test_report_names_what_it_says_of_sequences() -> None:
 
 def test_fields_added_later_have_defaults_and_unknown_ones_are_ignored() -> None:
     fields = json.loads(REPORT.encode()) | {"of a later version": 1}
-    for name in ("unheeded", "policies", "policy", "missed", "stepping", "sequences"):
+    for name in ("rejected_settings", "policies", "policy", "missed", "stepping", "sequences"):
         del fields[name]
-    del fields["gauges"]["held"]
+    del fields["gauges"]["withheld"]
     assert BatcherReport.decode(json.dumps(fields).encode()) == REPORT
 
 

@@ -17,18 +17,17 @@ from hypothesis import strategies as st
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.keys import CORRELATION_ID
-from carpool.messages import (
+from carpool.messages.requests import (
     CONTENT_TYPES,
     JSON,
     RAW,
     Entry,
-    Refusal,
-    Result,
     Run,
     SequencePart,
     SequencesEnd,
     Withdrawal,
 )
+from carpool.messages.results import Refusal, Result
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
@@ -76,7 +75,7 @@ CARPOOL_FIELDS = [
     *("requests", "arrival", "withdraw", "reply_columns"),
 ]
 NOT_REQUESTS = (b"withdraw", b"end_sequences")
-NOT_ALIKE = (*NOT_REQUESTS, b"requests", b"slots")
+NOT_ALIKE = (*NOT_REQUESTS, b"requests", b"tickets")
 # Names that Carpool knows only where there is no body.
 COLUMN_NAMES = ["correlation_ids", "row_head", "rows", "bodies", "body_key", "body_bytes"]
 
@@ -393,7 +392,7 @@ def test_requests_put_back_are_unchanged(
     put_back = [b"requests", encode_runs(remaining), b"arrival", str(ARRIVAL_US // 1000).encode()]
     tickets = tickets_of(remaining)
     again, _ = decode_entry(
-        b"1700000099999-0", [*put_back, *([b"slots", tickets.encode()] if tickets else [])], model
+        b"1700000099999-0", [*put_back, *([b"tickets", tickets.encode()] if tickets else [])], model
     )
     # Expect: only their entry has changed, and putting them back again means the same
     assert singles(again.runs) == singles(remaining)
@@ -432,7 +431,7 @@ def test_requests_keep_their_tickets_beside_others_that_are_refused_when_read_ag
         {"correlation_ids": "d e", "rows": b"4444455555"},
         {"correlation_id": "f", "body": b"6"},
     ]
-    fields = {"requests": msgpack.packb(runs), "arrival": 1, "slots": "1-0:0+4 2-0:7+2"}
+    fields = {"requests": msgpack.packb(runs), "arrival": 1, "tickets": "1-0:0+4 2-0:7+2"}
     _, decoded = decode(fields, ModelSettings(max_body_bytes=4))
     items = one_by_one(decoded)
     assert [isinstance(item, Refusal) for item in items] == [False, True, False, True, True, False]
@@ -441,12 +440,12 @@ def test_requests_keep_their_tickets_beside_others_that_are_refused_when_read_ag
 
 
 @pytest.mark.parametrize(
-    "slots",
+    "tickets",
     ["1-0:0+1", "1-0:0+3", "1-0:0+1 x", "1-0:0+1 1-0:1+1x", "\xff 1-0:1+1", "1-0:0+2 1-0:2+0"],
 )
-def test_malformed_tickets_are_ignored(slots: str) -> None:
+def test_malformed_tickets_are_ignored(tickets: str) -> None:
     runs = [{"correlation_ids": "a b", "rows": b"12"}]
-    entry, _ = decode({"requests": msgpack.packb(runs), "arrival": 1, "slots": slots})
+    entry, _ = decode({"requests": msgpack.packb(runs), "arrival": 1, "tickets": tickets})
     assert [request.ticket for request in singles(entry.runs)] == [None, None]
 
 
@@ -651,7 +650,7 @@ def test_runs_longer_than_a_batch_are_divided(max_batch_size: int, longest: int)
 def test_tickets_are_divided_with_their_runs() -> None:
     count = 2 * RUN_REQUESTS_MAX
     columns = {"correlation_ids": " ".join(["a"] * count), "rows": bytes(count)}
-    fields = {"requests": msgpack.packb([columns]), "arrival": 1, "slots": f"1-0:0+{count}"}
+    fields = {"requests": msgpack.packb([columns]), "arrival": 1, "tickets": f"1-0:0+{count}"}
     entry, decoded = decode(fields, ModelSettings(max_batch_size=RUN_REQUESTS_MAX))
     assert lengths((entry, decoded)) == [RUN_REQUESTS_MAX, RUN_REQUESTS_MAX]
     assert [request.ticket for request in singles(entry.runs)] == [("1-0", at, 1) for at in range(count)]

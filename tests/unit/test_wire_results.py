@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from carpool.errors import INVALID_ARGUMENT, OK, InvalidArgumentError
-from carpool.messages import CONTENT_TYPES, JSON, MSGPACK, RAW, Chunk, Result, ResultColumns
+from carpool.messages.requests import CONTENT_TYPES, JSON, MSGPACK, RAW
+from carpool.messages.results import Chunk, Result, ResultColumns
 from carpool.rows import Rows
 from carpool.wire.results import (
     MAX_DETAIL_CHARS,

@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 
-from carpool.messages import Dispatch, Entry, Withdrawal
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Entry, Withdrawal
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.queue import Queue
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_batcher.core.withdrawals import PAUSE_US, Withdrawn
+from carpool_batcher.core.waiting.queue import Queue
+from carpool_batcher.core.waiting.withdrawals import PAUSE_US, Withdrawn
 from support.scheduler_harness import run
 
 WAITING = 1000

@@ -6,7 +6,7 @@ Each request that was missed has one cause, found where its answer was given:
     waiting    it was never dispatched, and its deadline passed
     in flight  it was dispatched, and its deadline passed before its batch was executed or committed
     executed   it was answered OK, but it waited and was executed for longer than the deadline
-    delivered  it was answered OK: waiting and execution were within the deadline, the ways were not
+    delivered  it was answered OK: waiting and execution were within the deadline, transit was not
     client     the client's own timer ended before any answer
 """
 

@@ -54,11 +54,11 @@ class Progress:
         missed = ", ".join(f"{cause} {run.missed[cause] / run.sent:.1%}" for cause in CAUSES)
         minutes = (time.monotonic() - self._started_s) / 60
         mark = "" if run.is_valid else " (says nothing)"
-        usual_ms, at_most_ms, in_ms, late_ms = (us / 1000 for us in (*run.ways_us, *run.delays_us))
+        usual_ms, at_most_ms, in_ms, late_ms = (us / 1000 for us in (*run.transit_us, *run.delays_us))
         print(
             f"{self._done} of {self._runs}, {minutes:.1f} min: {run.plan.description}: "
             f"{run.good / run.bound:.1%} of {run.plan.point.bound_name}, {run.virtual / run.bound:.1%} in "
-            f"virtual time, {run.predicted / run.bound:.1%} predicted with ways of "
+            f"virtual time, {run.predicted / run.bound:.1%} predicted with a transit of "
             f"{usual_ms:.1f} to {at_most_ms:.1f} ms, delays of {in_ms:.1f} and {late_ms:.1f} ms; "
             f"missed: {missed}; sent {run.late_ms:.1f} ms late; "
             f"CPU {run.busy:.0%} busy, {run.stolen:.0%} stolen{mark}",

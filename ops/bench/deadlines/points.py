@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple
 
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_cli.tuning.arrivals import Traffic, bursty, poisson
 from carpool_cli.tuning.simulator import World
 

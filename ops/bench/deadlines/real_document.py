@@ -28,9 +28,9 @@ waiting for results, each with the deadline as its `timeout`. A load of 1 is the
 model could execute batches that meet the deadline. Bound and virtual time are of the moments at which
 requests were really sent: U3 is the exact optimum of one worker that knows them all in advance, U1 what all
 workers together could execute in time; neither has any way to the worker and back. "Virtual" is the same
-policy, simulated with the default round trip; "predicted" is simulated with the l(b), the ways and the
-delays that the batcher reported. The ways have a lognormal distribution through what half and nine of ten
-batches took ("ways"). The delays are the medians of how long the batcher took to read a request, and of how
+policy, simulated with the default round trip; "predicted" is simulated with the l(b), the transit and the
+delays that the batcher reported. Transit has a lognormal distribution through what half and nine of ten
+batches took. The delays are the medians of how long the batcher took to read a request, and of how
 late it was woken up. The batcher learns for {LEARNING_S:g} s; of what follows at most
 {COUNTED_REQUESTS_MAX:,} requests count.
 """
@@ -64,7 +64,7 @@ class Cell(NamedTuple):
     virtual: float
     predicted: float
     real: float
-    ways_ms: str
+    transit_ms: str
     missed: dict[str, float]
     stolen: float
     busy: float
@@ -107,7 +107,7 @@ def _cell(plan: Plan, runs: Sequence[Run]) -> Cell:
         sum(run.virtual for run in runs) / bound,
         sum(run.predicted for run in runs) / bound,
         sum(run.good for run in runs) / bound,
-        " to ".join(f"{max(run.ways_us[at] for run in runs) / 1000:.1f}" for at in (0, 1)),
+        " to ".join(f"{max(run.transit_us[at] for run in runs) / 1000:.1f}" for at in (0, 1)),
         {cause: sum(run.missed[cause] for run in runs) / sent for cause in CAUSES},
         max(run.stolen for run in runs),
         max(run.busy for run in runs),
@@ -182,7 +182,7 @@ def _in_group(cell: Cell) -> str:
 def shares(of_points: Sequence[Cell]) -> Iterator[str]:
     """Shares of the bound, all policies of a point side by side."""
     policies = list(dict.fromkeys(cell.plan.policy for cell in of_points))
-    columns = "".join(f" `{policy}`, virtual | predicted | ways, ms | real |" for policy in policies)
+    columns = "".join(f" `{policy}`, virtual | predicted | transit, ms | real |" for policy in policies)
     yield f"| l(b), ms | workers | deadline | arrivals | load | sent/s | bound/s |{columns} busy | stolen |"
     yield "|---|---:|---:|---|---:|---:|---:|" + "---:|" * (4 * len(policies) + 2)
     by_point: dict[Point, dict[str, Cell]] = {}
@@ -204,7 +204,7 @@ def shares(of_points: Sequence[Cell]) -> Iterator[str]:
 
 def _figures(cell: Cell) -> str:
     """Of one policy, as columns."""
-    shares = f" {cell.virtual:.1%} | {cell.predicted:.1%} | {cell.ways_ms} |"
+    shares = f" {cell.virtual:.1%} | {cell.predicted:.1%} | {cell.transit_ms} |"
     return f"{shares} **{cell.real:.1%}**{cell.mark} |"
 
 

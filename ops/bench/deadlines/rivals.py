@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from carpool.messages import Refusal, Run
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
 from carpool_batcher.core.scheduler import Decision, Dispatch, DispatchReason
 
 

@@ -15,10 +15,10 @@ from host import STOLEN_MAX, CpuShares
 
 from carpool.model_settings import ModelSettings
 from carpool.wire.report import BatcherReport
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import recorded
-from carpool_cli.tuning.reported import with_ways
+from carpool_cli.tuning.reported import with_transit
 from carpool_cli.tuning.simulator import Simulation, World
 from deadlines.bounds import bound
 from deadlines.load import CAUSES, Sent
@@ -33,10 +33,10 @@ LATE_MS_MAX: Final = 5.0  # of half of the requests, when they were sent: the pr
 class Run(NamedTuple):
     """What a run showed: numbers of requests, sent, of the bound, in virtual time, and really good ones.
 
-    `missed`: the others, by cause. `ways_us`: what half and nine of ten batches took on their ways;
+    `missed`: the others, by cause. `transit_us`: what half and nine of ten batches took in transit;
     `delays_us`: how long the batcher took to read a request, and how late it was woken up: both are medians
-    of the batcher's reports. `predicted`: what is good in virtual time with such ways and delays, and the
-    l(n) that was learned. `busy` and `stolen` are shares of the machine's CPU time; `late_ms` is the median
+    of the batcher's reports. `predicted`: what is good in virtual time with these, and the l(n) that was
+    learned. `busy` and `stolen` are shares of the machine's CPU time; `late_ms` is the median
     of how late requests were sent.
     """
 
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     virtual: int
     good: int
     missed: dict[str, int]
-    ways_us: tuple[int, int]
+    transit_us: tuple[int, int]
     delays_us: tuple[int, int]
     predicted: int
     late_ms: float
@@ -68,7 +68,7 @@ class Run(NamedTuple):
         """The run of a line."""
         fields: dict[str, Any] = json.loads(line)
         point, policy, beside = fields.pop("plan")
-        for name in ("ways_us", "delays_us"):
+        for name in ("transit_us", "delays_us"):
             fields[name] = tuple(fields[name])
         return cls(Plan(Point(*point), policy, beside), **fields)
 
@@ -77,7 +77,7 @@ def evaluate(plan: Plan, sent: Sequence[Sent], reports: Sequence[BatcherReport],
     """The figures of the requests that count, all for the moments at which they were really sent.
 
     The bound assumes no way to the worker and back; virtual time the default round trip, and no flood; the
-    prediction the ways and the l(n) that the batcher reported meanwhile.
+    prediction the transit and the l(n) that the batcher reported meanwhile.
     """
     told = typical(reports)
     point, learning_us, deadline_us = plan.point, 1e6 * LEARNING_S, 1000 * plan.point.deadline_ms
@@ -101,7 +101,7 @@ def evaluate(plan: Plan, sent: Sequence[Sent], reports: Sequence[BatcherReport],
         good_in(world),
         causes[None],
         {cause: causes[cause] for cause in CAUSES},
-        told.ways_us,
+        told.transit_us,
         told.delays_us,
         good_in(as_told(world, told)),
         median(request.late_us for request in counted) / 1000,
@@ -110,13 +110,13 @@ def evaluate(plan: Plan, sent: Sequence[Sent], reports: Sequence[BatcherReport],
 
 
 def typical(reports: Sequence[BatcherReport]) -> BatcherReport:
-    """The last report with the medians of all for ways, delays and l(n): one report tells of the last 64
+    """The last report with the medians of all for transit, delays and l(n): one report tells of the last 64
     batches, which may be those of a tenth of a second."""
     curves = [Curve(*zip(*report.learned, strict=True)) for report in reports if report.learned]
     sizes = sorted({size for report in reports for size, _ in report.learned})
     return replace(
         reports[-1],
-        ways_us=_medians([report.ways_us for report in reports]),
+        transit_us=_medians([report.transit_us for report in reports]),
         delays_us=_medians([report.delays_us for report in reports]),
         learned=tuple((size, round(median(curve.at(size) for curve in curves))) for size in sizes),
     )
@@ -128,9 +128,9 @@ def _medians(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def as_told(world: World, told: BatcherReport) -> World:
-    """This world with the ways, the delays and the l(n) that a batcher has learned."""
+    """This world with the transit, the delays and the l(n) that a batcher has learned."""
     curve = Curve(*zip(*told.learned, strict=True)) if told.learned else world.curve
-    return with_ways(world._replace(curve=curve), told)
+    return with_transit(world._replace(curve=curve), told)
 
 
 def read_runs(path: Path) -> list[Run]:

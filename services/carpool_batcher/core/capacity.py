@@ -17,8 +17,9 @@ If batches take less time than that, two full ones are dispatched ahead of a pro
 the first, and not for the batcher to learn that a batch settled. What such a batch then waits is part of its
 time: it settles as if it had been dispatched one usual round trip before its process becomes free.
 
-A deadline is met when the producer has the result: both ways are in `core.ways`. For deadlines they count as
-nine of ten are, as the longest ones, or as usual (`core.deferred` says when); otherwise as their medians.
+A deadline is met when the producer has the result, after its transit (`learned.transit`). For deadlines that
+counts as nine of ten are, as the longest ones, or as usual (`core.deferred` says when); otherwise as the
+median.
 
 Processes that start batches together also finish them together. A request that arrives just after that
 would wait for nearly all of l(n), however many processes there are. Therefore, when load is too high for
@@ -26,7 +27,7 @@ batches of one, dispatches are spaced evenly: with N processes one every l(n) / 
 longer than that. The more l(n) grows with n, the shorter this interval is; where l(n) is proportional to n,
 it is 0.
 
-Of a bound model each batch is for one process, and `core.space` knows whether that is idle (BoundCapacity).
+Of a bound model each batch is for one process; `sequences.space` knows whether that is idle (BoundCapacity).
 
 A process of a stepping model takes as many batches at a time as it has slots, each of one request, and a few
 more that get a slot as soon as one is free. There l(n) is not learned, and all of the above follows from
@@ -41,12 +42,12 @@ from collections.abc import Sequence
 from heapq import heapreplace
 from typing import Final, NamedTuple
 
-from carpool.messages import Producer, Run
-from carpool_batcher.core.batch_space import NO_LIMIT
-from carpool_batcher.core.executed_share import ExecutionTimes
-from carpool_batcher.core.lane_latency import LaneLatencies
-from carpool_batcher.core.latency import LatencyModel
-from carpool_batcher.core.ways import Ways
+from carpool.messages.requests import Producer, Run
+from carpool_batcher.core.learned.executed_share import ExecutionTimes
+from carpool_batcher.core.learned.lane_latency import LaneLatencies
+from carpool_batcher.core.learned.latency import LatencyModel
+from carpool_batcher.core.learned.transit import Transit
+from carpool_batcher.core.waiting.batch_space import NO_LIMIT
 
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
@@ -63,7 +64,7 @@ class InFlightBatch(NamedTuple):
     `arrivals`: when the requests arrived, as (us, number of requests). `runs`: of all but plain models.
     `cost`: only where each request takes a slot (`Capacity.set_slots`). `process`: of a bound model, the one
     that executes it. `doubtful`: how many requests the model is not expected to execute. `producers`: those
-    of whom `core.doubtful_producers` remembers something."""
+    of whom `learned.doubtful_producers` remembers something."""
 
     dispatched_us: int
     size: int
@@ -77,7 +78,7 @@ class InFlightBatch(NamedTuple):
     producers: Sequence[Producer] = ()
 
     @property
-    def planned(self) -> int:
+    def executable(self) -> int:
         """The number of requests that the model is expected to execute."""
         return self.size - self.doubtful
 
@@ -96,7 +97,7 @@ class Capacity:
         self._reserved: deque[int] = deque()  # the cost of each reserved batch
         self._executing: list[tuple[int, str]] = []  # (expected to settle, batch ID), soonest first
         self._ahead: deque[str] = deque()
-        self.ways = Ways()
+        self.transit = Transit()
         self._mean_size = 0.0
         self._spacing_ends_us = 0
 
@@ -165,10 +166,10 @@ class Capacity:
             batch.lane, size, turnaround_us, execution_us if is_normal else None, settled_us
         )
         if is_normal:
-            if batch.planned:
-                self._latencies.observe_share(batch.lane, batch.planned, min(size, batch.planned))
+            if batch.executable:
+                self._latencies.observe_share(batch.lane, batch.executable, min(size, batch.executable))
             round_trip_us = turnaround_us - execution_us - waited_us
-            self.ways.observe_round_trip(batch.size, round_trip_us, batch.dispatched_us, settled_us)
+            self.transit.observe_round_trip(batch.size, round_trip_us, batch.dispatched_us, settled_us)
         self.forget(batch_id, settled_us)
 
     def forget(self, batch_id: str, now_us: int) -> None:
@@ -190,7 +191,7 @@ class Capacity:
         Sooner where l(n) grows with n: there, waiting makes batches larger, and larger batches delay each of
         their results. At once where the mean size is about one.
         """
-        self._mean_size += MEAN_SIZE_WEIGHT * (batch.planned - self._mean_size)
+        self._mean_size += MEAN_SIZE_WEIGHT * (batch.executable - self._mean_size)
         self._spacing_ends_us = 0
         if self.processes < 2:
             return
@@ -290,7 +291,7 @@ class Capacity:
 
     def begin_trial(self, lane: str, now_us: int) -> bool:
         """Whether to dispatch a batch of a lane although none of its requests can be in time, to learn its
-        latency (`core.lane_latency`). O(batches in flight)."""
+        latency (`learned.lane_latency`). O(batches in flight)."""
         if any(batch.lane == lane for batch in self.in_flight.values()):
             return False
         return self._latencies.begin_trial(lane, now_us)
@@ -300,12 +301,12 @@ class Capacity:
     @property
     def round_trip_us(self) -> int:
         """The median time from dispatch to settled, less the execution."""
-        return self.ways.round_trips.median_us
+        return self.transit.round_trips.median_us
 
     @property
     def lead_us(self) -> int:
         """How long before a batch settles the next one is dispatched to its process."""
-        return self.ways.round_trips.at_most_us
+        return self.transit.round_trips.at_most_us
 
     @property
     def latency(self) -> LatencyModel:
@@ -316,9 +317,10 @@ class Capacity:
         """How long batches of a lane are expected to take; those of all lanes while too little is known."""
         return self._latencies.of(lane).times
 
-    def expected_us(self, lane: str, planned: int) -> int:
-        """How long a batch of a lane is expected to take of which the model executes `planned` requests."""
-        return self.times_of(lane).of(planned) if planned else 0
+    def expected_us(self, lane: str, executable: int) -> int:
+        """How long a batch of a lane is expected to take of which the model executes `executable`
+        requests."""
+        return self.times_of(lane).of(executable) if executable else 0
 
     def turnaround_us(self, lane: str) -> float:
         """How long a batch of a lane recently took from dispatch to settled."""
@@ -332,7 +334,7 @@ class Capacity:
     def _execution_us(self, batch_id: str) -> int:
         """The expected execution time of a batch in flight."""
         batch = self.in_flight[batch_id]
-        return self.expected_us(batch.lane, batch.planned)
+        return self.expected_us(batch.lane, batch.executable)
 
     def _tolerance_us(self, batch_id: str) -> int:
         """How late a batch may be while it is still expected to settle at any moment."""

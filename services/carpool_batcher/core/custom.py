@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from carpool.messages import Request
+from carpool.messages.requests import Request
 
 INCLUDE: Final = "include(self, batch, request)"
 

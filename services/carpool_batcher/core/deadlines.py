@@ -17,11 +17,11 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from carpool.errors import DEADLINE_EXCEEDED
-from carpool.messages import Run
+from carpool.messages.requests import Run
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import Decision, Expire, refusal
-from carpool_batcher.core.queue import Queue
+from carpool_batcher.core.waiting.queue import Queue
 
 TURNAROUND_LEAD_RATIO: Final = 1.5  # urgent: this many turnarounds (dispatch to settled) before the deadline,
 LEAD_US_MIN: Final = 2000  # and this much more

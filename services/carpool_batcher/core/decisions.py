@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from carpool.messages import UNANSWERED, Dispatch, Refusal, Run, SequenceChange, SlotFreed
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Run
+from carpool.messages.results import UNANSWERED, Refusal
+from carpool.messages.sequences import SequenceChange, SlotFreed
 
 
 class Expire(NamedTuple):

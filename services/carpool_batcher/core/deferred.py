@@ -1,11 +1,11 @@
 """The policy `deferred`: dispatch as late as deadlines allow, and refuse early what cannot be in time.
 
-The producer of a request is expected to have its result by t + ways + l(n), if it is dispatched at t in a
-batch of n. Here l(n) includes the margin of `core.latency`; the ways are round trip and delivery
-(`core.ways`). So with d the earliest deadline, n requests are dispatched just before a batch of n + 1
+The producer of a request is expected to have its result by t + transit + l(n), if it is dispatched at t in a
+batch of n. Here l(n) includes the margin of `learned.latency`; transit is round trip and delivery
+(`learned.transit`). So with d the earliest deadline, n requests are dispatched just before a batch of n + 1
 would be late:
 
-    at d - ways - l(n + 1),    or at once if to wait for more would not raise throughput.
+    at d - transit - l(n + 1),    or at once if to wait for more would not raise throughput.
 
 Waiting lets batches grow, and fuller batches raise throughput: this is what latency is traded for (Symphony,
 SOSP 2023). But while a batch waits, idle processes wait too. Requests that arrive every g fill it to n + m in
@@ -19,10 +19,10 @@ its batch small and delays all behind it. Requests are then refused so that the 
 (Nexus, SOSP 2019): the value of a batch of n is n, less what the best throughput would serve in its execution
 time. Only a request with a deadline is refused; one that has only a target, or is served late, never is.
 
-The first of the others then have little slack, and are late if the ways take long: they are refused, too, if
-the batch is as large without them. But where time for long ways would make the batch much smaller, as where a
-model pads its batches, it is planned for the usual ways: if more requests are expected to be in time then,
-counting each by how likely that is.
+Requests at the front now have little slack: they are late if transit takes long. They are refused as well
+when later requests can fill the batch. But where time for a long transit would make the batch much smaller,
+as where a model pads its batches, it is planned for the usual transit: if more requests are expected to be in
+time then, counting each by how likely that is.
 
 Many processes serve much more before a deadline than a plan looks at. If the rest of the queue did not count,
 the first requests would always be in time, in batches that become smaller and smaller.
@@ -31,20 +31,21 @@ the first requests would always be in time, in batches that become smaller and s
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
-from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.executed_share import ExecutionTimes
-from carpool_batcher.core.ways import WaysBySize, magnitude
+from carpool_batcher.core.learned.executed_share import ExecutionTimes
+from carpool_batcher.core.learned.transit import TransitBySize, magnitude
+from carpool_batcher.core.waiting.lane import NEVER_US
 
-# How likely a request is taken to be in time. Its deadline leaves less time than the usual ways take; as much
-# as those (so 0.5 to 0.9); as much as nine of ten do not exceed (0.9 to 1); or as much as the longest take.
+# How likely a request is taken to be in time. Its deadline leaves less time than the usual transit; as much
+# (so 0.5 to 0.9); as much as nine of ten do not exceed (0.9 to 1); or as much as the longest takes.
 CHANCES: Final = (0.0, 0.7, 0.95, 1.0)
-GAIN_MIN: Final = 0.5  # requests: a smaller gain by a plan for the usual ways is none in virtual time
+GAIN_MIN: Final = 0.5  # requests: a smaller gain by a plan for the usual transit is none in virtual time
 
 
 class Plan(NamedTuple):
@@ -55,23 +56,23 @@ class Plan(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What a plan is based on. `ways_us`: those that count, from dispatch until the producer has the results,
-    less l(n), by magnitude of n: of `ways` those that nine of ten batches do not exceed, unless a plan says
+    """What a plan is based on. `transit_us`: what counts, from dispatch until the producer has the results,
+    less l(n), by magnitude of n: of `transit` what nine of ten batches do not exceed, unless a plan says
     otherwise. `free_times_us`: from when on each process can be sent a batch."""
 
     times: ExecutionTimes
     max_size: int
-    ways: WaysBySize
-    ways_us: Sequence[int]
+    transit: TransitBySize
+    transit_us: Sequence[int]
     free_times_us: Sequence[int] = ()
 
     def arrives_us(self, start_us: int, size: int) -> int:
         """By when the results of a batch of `size`, dispatched at `start_us`, are expected to arrive."""
-        return start_us + self.ways_us[magnitude(size)] + self.times.at_most(size)
+        return start_us + self.transit_us[magnitude(size)] + self.times.at_most(size)
 
     def latest_arrival_us(self, start_us: int, size: int) -> int:
-        """The same if the ways take long."""
-        return start_us + self.ways.longest_us[magnitude(size)] + self.times.at_most(size)
+        """The same if transit takes long."""
+        return start_us + self.transit.longest_us[magnitude(size)] + self.times.at_most(size)
 
     def largest_in_time(self, start_us: int, deadline_us: int, limit: int) -> int:
         """The largest batch, up to `limit`, that is in time if dispatched at `start_us`; 0 if none is."""
@@ -111,7 +112,7 @@ def latest_start_us(forecast: Forecast, deadline_us: int, waiting: int) -> int:
 def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int, behind: int = 0) -> Plan:
     """Plan what to dispatch, in a batch that settles as if dispatched at `start_us`, and what to refuse.
 
-    If no request is in time even if the ways take long, those are served that are in time if they do not: a
+    If no request is in time even if transit takes long, those are served that are in time if they do not: a
     process that is free has nothing better to do. So they are if more are expected to be in time then (see
     the module).
 
@@ -122,11 +123,11 @@ def plan(forecast: Forecast, deadlines_us: Sequence[int], start_us: int, behind:
     planned, is_complete = _plan(forecast, deadlines_us, start_us, behind)
     if is_complete and planned.size:
         return planned
-    usual = forecast._replace(ways_us=forecast.ways.usual_us)
+    usual = forecast._replace(transit_us=forecast.transit.usual_us)
     for_usual, _ = _plan(usual, deadlines_us, start_us, behind)
     if not planned.size:
         return for_usual
-    longest = forecast._replace(ways_us=forecast.ways.longest_us)
+    longest = forecast._replace(transit_us=forecast.transit.longest_us)
     for_longest, _ = _plan(longest, deadlines_us, start_us, behind)
     for_long = for_longest if for_longest.size >= planned.size else planned
     throughput = _best_throughput(usual, max(deadlines_us), start_us)
@@ -141,7 +142,7 @@ def _expected_value(
 ) -> float:
     """How many of a batch are expected to be in time, less what the best `throughput` serves meanwhile."""
     execution_us, of_size = forecast.times.of(planned.size), magnitude(planned.size)
-    arrivals_us = [start_us + ways_us[of_size] + execution_us for ways_us in forecast.ways]
+    arrivals_us = [start_us + transit_us[of_size] + execution_us for transit_us in forecast.transit]
     refused = frozenset(planned.refused)
     kept_us = (deadline_us for at, deadline_us in enumerate(deadlines_us) if at not in refused)
     chances = [
@@ -232,3 +233,29 @@ def _best_throughput(forecast: Forecast, deadline_us: int, start_us: int) -> flo
     """Requests per microsecond in the largest batch that is in time."""
     largest = max(1, forecast.largest_in_time(start_us, deadline_us, forecast.max_size))
     return largest / max(1, forecast.times.of(largest))
+
+
+class ArrivalRate:
+    """How often requests arrive: the mean gap between recent arrivals, weighted exponentially. It is told
+    their total from time to time, O(1) each time."""
+
+    def __init__(self) -> None:
+        self._observed: tuple[int, int] | None = None  # arrivals so far, and when (us)
+        # Arrivals, and the time in which they arrived, weighted by their age: of a pause, at most the memory.
+        self._recent = 0.0
+        self._recent_us = 0.0
+
+    def observe(self, arrived: int, now_us: int, memory_us: float) -> None:
+        """By `now_us`, `arrived` requests had arrived. What is `memory_us` older counts e times less."""
+        if self._observed is not None:
+            arrived_before, observed_us = self._observed
+            weight = math.exp(min(0, observed_us - now_us) / memory_us) if memory_us else 0.0
+            self._recent *= weight
+            self._recent_us = self._recent_us * weight + memory_us * (1 - weight)
+            self._recent += arrived - arrived_before
+        self._observed = arrived, now_us
+
+    @property
+    def gap_us(self) -> float:
+        """The mean time from one arrival to the next; 0 while unknown."""
+        return self._recent_us / self._recent if self._recent else 0.0

@@ -1,6 +1,6 @@
 """When a batch is dispatched, why, and with which requests: rules 1 to 3 at the top of `core.scheduler`.
 
-`core.queue` holds the waiting runs, and `core.capacity` knows when processes are free. Here is only the index
+`waiting.queue` holds the waiting runs, and `core.capacity` knows when processes are free. Here is the index
 of lanes by when they have a batch: it follows the lanes that changed, and is made anew when settings change.
 """
 
@@ -10,21 +10,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from carpool.errors import DEADLINE_EXCEEDED, INTERNAL
-from carpool.messages import Dispatch, DispatchReason, Refusal, Run
+from carpool.messages.batches import Dispatch, DispatchReason
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.arrival_rate import ArrivalRate
-from carpool_batcher.core.batch_space import BatchLimits
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.decisions import Decision, refusal
-from carpool_batcher.core.deferred import Forecast, is_efficient, latest_start_us, plan
-from carpool_batcher.core.doubtful_producers import planned_size
-from carpool_batcher.core.due_index import NEVER_US
-from carpool_batcher.core.fairness import Shares, Slice
-from carpool_batcher.core.lane import Lane, PoppedBatch
-from carpool_batcher.core.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
-from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.space import Processes
+from carpool_batcher.core.deferred import ArrivalRate, Forecast, is_efficient, latest_start_us, plan
+from carpool_batcher.core.learned.doubtful_producers import executable_size
+from carpool_batcher.core.sequences.space import Processes
+from carpool_batcher.core.waiting.batch_space import BatchLimits
+from carpool_batcher.core.waiting.fairness import Shares, Slice
+from carpool_batcher.core.waiting.lane import NEVER_US, Lane, PoppedBatch
+from carpool_batcher.core.waiting.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
+from carpool_batcher.core.waiting.queue import Queue
 
 # How many waiting requests a plan considers one by one, in batches of the largest size; and as batches, for
 # each process.
@@ -213,7 +213,7 @@ class Dispatcher:
         if not self._is_deferred(lane, settings):
             return delay_ends_us, "delay" if settings.max_queue_delay_ms else "idle"
         forecast = self._forecast(lane, settings)
-        size = max(1, lane.planned)
+        size = max(1, lane.executable)
         if is_efficient(forecast.times, size, settings.max_batch_size, self._gap_us(lane, now_us)):
             return ANY_TIME_US, "efficient"
         start_us = latest_start_us(forecast, lane.earliest_due_us(_target_us(settings)), size)
@@ -236,9 +236,9 @@ class Dispatcher:
 
     def _forecast(self, lane: Lane, settings: ModelSettings) -> Forecast:
         """What is known of a lane's batches, without when processes are free."""
-        ways = self._capacity.ways.by_size
+        transit = self._capacity.transit.by_size
         times = self._capacity.times_of(lane.label)
-        return Forecast(times, settings.max_batch_size, ways, ways.at_most_us)
+        return Forecast(times, settings.max_batch_size, transit, transit.at_most_us)
 
     # --- forming a batch -----------------------------------------------------------------------------------
 
@@ -262,10 +262,10 @@ class Dispatcher:
             # Each is full, so that nothing but capacity decides how many are dispatched.
             return self._dispatch_singly(lane, reason, settings)
         size = _preferred_size(lane, settings) if reason == "preferred" else settings.max_batch_size
-        if not lane.planned or not self._is_deferred(lane, settings):
+        if not lane.executable or not self._is_deferred(lane, settings):
             return [self._dispatch_from(lane, reason, size, settings)]
         forecast, starts_us = self._forecast(lane, settings), self._capacity.starts_us(now_us)
-        size_max = min(lane.planned, settings.max_batch_size)
+        size_max = min(lane.executable, settings.max_batch_size)
         if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
             return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
         shares = self._queue.shares(settings)
@@ -277,7 +277,7 @@ class Dispatcher:
         for run, _, count in slices:
             deadlines_us += [_strict_deadline_us(run, lane, settings)] * count
         ahead_max = PLANNED_BATCHES_MAX * size * max(1, len(forecast.free_times_us))
-        behind = min(lane.planned, ahead_max) - len(deadlines_us)
+        behind = min(lane.executable, ahead_max) - len(deadlines_us)
         planned = plan(forecast, deadlines_us, starts_us, behind)
         if planned.size < size_max and self._is_early(now_us):
             self._is_put_off = True
@@ -359,7 +359,7 @@ class Dispatcher:
             run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, settings)
         )
         self._capacity.reserve(sum([run.cost * len(run) for run in runs]) if settings.max_batch_cost else 0)
-        expected_us = self._capacity.expected_us(lane.label, planned_size(runs))
+        expected_us = self._capacity.expected_us(lane.label, executable_size(runs))
         if lane.process:
             self._processes.begin_batch(lane.process)
             self._queue.look_again(lane.process)
@@ -380,17 +380,17 @@ def _planned_front(lane: Lane, shares: Shares, size: int) -> Iterator[Slice]:
             return
 
 
-def _length_with_doubtful(lane: Lane, shares: Shares, planned: int, length_max: int) -> int:
-    """The length of a batch that has `planned` requests that the model is expected to execute, and those
+def _length_with_doubtful(lane: Lane, shares: Shares, executable: int, length_max: int) -> int:
+    """The length of a batch that has `executable` requests that the model is expected to execute, and those
     between them and right behind them that it is not; at most `length_max`."""
     if not lane.doubtful:
-        return min(planned, length_max)
+        return min(executable, length_max)
     length = 0
     for run, _, count in lane.in_order(shares):
         if not run.is_doubtful:
-            if count > planned:
-                return min(length + planned, length_max)
-            planned -= count
+            if count > executable:
+                return min(length + executable, length_max)
+            executable -= count
         length += count
         if length >= length_max:
             return length_max

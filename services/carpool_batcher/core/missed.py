@@ -4,10 +4,10 @@
     waiting          its deadline passed before it was dispatched
     dispatched_late  when its batch could begin, less than l(n) was left until the deadline
     computed_long    its batch began in time, and the model took longer than was left
-    delivered_late   its batch began in time and was executed in time; the ways took too long
+    delivered_late   its batch began in time and was executed in time; transit took too long
 
 A batch can begin when it is dispatched, or, if its process is busy then, when that has settled the batch
-before it. The ways are those to the worker and back to the producer. A batch whose worker died, or was
+before it. Transit is the time to the worker and back to the producer. A batch whose worker died, or was
 paused, is delivered late, too.
 
 The first two causes are the reasons of refusals, and known at once. The others are known when the batch
@@ -20,7 +20,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
-from carpool.messages import BatchSettled, Refusal, Run
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
+from carpool.messages.settled import BatchSettled
 from carpool_batcher.core.capacity import Capacity, InFlightBatch
 
 Cause = Literal["early", "waiting", "dispatched_late", "computed_long", "delivered_late"]
@@ -101,13 +103,13 @@ class MissedDeadlines:
         expired = self._expired.pop(event.batch_id, None)
         if not batch.expiring and expired is None:
             return _NONE
-        delivered_us = settled_us + self._capacity.ways.deliveries.median_us
+        delivered_us = settled_us + self._capacity.transit.deliveries.median_us
         late = [run for run in batch.expiring.values() if (run.deadline_us or 0) < delivered_us]
         if not late and expired is None:
             return _NONE
         # The process had the batch before this one's start at the latest; its commit may be later.
         ready_us = max(batch.dispatched_us, min(before_us, settled_us - event.compute_us))
-        expected_us = self._capacity.expected_us(batch.lane, batch.planned)
+        expected_us = self._capacity.expected_us(batch.lane, batch.executable)
         causes: Counter[Cause] = Counter()
         for run, number in [(run, len(run)) for run in late] + (expired or []):
             cause = cause_of(

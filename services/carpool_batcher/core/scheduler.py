@@ -16,9 +16,9 @@
    Under the policy `deferred` the reason idle does not apply. A batch is dispatched as late as its deadlines
    allow (`core.deferred`), and requests that cannot meet their deadlines are refused before execution. This
    needs l(n), and a deadline in the lane or `target_latency_ms`; without them all reasons apply, idle too.
-   No time is planned for requests that the model is not expected to execute (`core.doubtful_producers`).
+   No time is planned for requests that the model is not expected to execute (`learned.doubtful_producers`).
 3. Of the lanes with a ready batch, the one with the highest priority comes first, then the one of the tenant
-   whose turn is next (`core.fairness`), then the one with its oldest request. While it has to wait until a
+   whose turn is next (`waiting.fairness`), then the one with its oldest request. While it has to wait until a
    process is free, full batches may be dispatched before it, as many as there are processes. Within a batch:
    higher priority first, then tenants in fair turns, then arrival. A batch has requests of one lane only, and
    requests of other lanes do not close it.
@@ -38,10 +38,11 @@
    is withdrawn in flight is answered there.
 8. Requests of a sequence are served one at a time, in order (`core.sequences`). Of each sequence at most one
    waiting request takes part in rules 1 to 3; all of them in the others.
-9. Of a bound model each sequence stays with one process (`core.space`). A batch has requests of the sequences
-   of one process, and is dispatched when that has no other.
-10. A request that its producer put off (`not_before`) waits outside of its lane until then (`core.delayed`).
-   It counts against the limits of rule 5, and can be withdrawn; to all other rules it arrives at that time.
+9. Of a bound model each sequence stays with one process (`sequences.space`). A batch has requests of the
+   sequences of one process, and is dispatched when that has no other.
+10. A request that its producer put off (`not_before`) waits outside of its lane until then
+   (`waiting.delayed`). It counts against the limits of rule 5, and can be withdrawn; to all other rules it
+   arrives at that time.
 
 A request is in exactly one state:
 
@@ -56,30 +57,23 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
-from carpool.messages import (
-    UNANSWERED,
-    Dispatch,
-    DispatchReason,
-    Entry,
-    ExecutedOf,
-    Refusal,
-    Run,
-    SequencePart,
-    Withdrawal,
-)
+from carpool.messages.batches import Dispatch, DispatchReason
+from carpool.messages.requests import Entry, Run, SequencePart, Withdrawal
+from carpool.messages.results import UNANSWERED, Refusal
+from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity, InFlightBatch
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.doubtful_producers import DoubtfulProducers, planned_size
-from carpool_batcher.core.duplicates import IdsInFlight, Separated, separate
-from carpool_batcher.core.queue import Queue
-from carpool_batcher.core.sequence_refusals import ended_by_force
-from carpool_batcher.core.sequences import Sequences
-from carpool_batcher.core.space import Processes
-from carpool_batcher.core.withdrawals import PendingWithdrawals, RequestsInFlight, Withdrawn
+from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers, executable_size
+from carpool_batcher.core.sequences.sequence import ended_by_force
+from carpool_batcher.core.sequences.sequences import Sequences
+from carpool_batcher.core.sequences.space import Processes
+from carpool_batcher.core.waiting.duplicates import IdsInFlight, Separated, separate
+from carpool_batcher.core.waiting.queue import Queue
+from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, RequestsInFlight, Withdrawn
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
@@ -102,7 +96,7 @@ class Scheduler:
         self.sequences = Sequences(self.processes if is_bound else None)
         self._kind = kind
         self._settings = settings
-        self._of_batches = self._settings_of_batches()
+        self._batching_settings = self._compile_settings()
         self._producers = DoubtfulProducers()
         self._queue = Queue(self.sequences)
         self._deadlines = Deadlines(self._queue, self.capacity)
@@ -124,7 +118,7 @@ class Scheduler:
     def settings(self, settings: ModelSettings) -> None:
         had_delay = self._settings.max_queue_delay_ms > 0
         self._settings = settings
-        self._of_batches = self._settings_of_batches()
+        self._batching_settings = self._compile_settings()
         if settings.max_queue_delay_ms and not had_delay:
             self._deadlines.watch_all_again(settings)
 
@@ -136,9 +130,9 @@ class Scheduler:
     @kind.setter
     def kind(self, kind: ModelKind) -> None:
         self._kind = kind
-        self._of_batches = self._settings_of_batches()
+        self._batching_settings = self._compile_settings()
 
-    def _settings_of_batches(self) -> ModelSettings:
+    def _compile_settings(self) -> ModelSettings:
         """The settings by which batches are formed."""
         settings = self._settings
         is_stepping = self._kind is ModelKind.STEPPING
@@ -281,7 +275,7 @@ class Scheduler:
         they are in Redis, in the batch."""
         if self._queue.bodies.are_popped:
             self._queue.bodies.launch(batch_id, dispatch.runs)
-        batch = self._in_flight(dispatch, now_us)
+        batch = self._take_into_flight(dispatch, now_us)
         self.capacity.launch(batch_id, batch)
         self._watch_batch(batch_id, batch, dispatch.runs)
 
@@ -320,7 +314,7 @@ class Scheduler:
     def adopt(self, batch_id: str, dispatch: Dispatch, dispatched_us: int) -> None:
         """A batch is in flight that a previous batcher dispatched."""
         self._queue.bodies.launch(batch_id, dispatch.runs)
-        batch = self._in_flight(dispatch, dispatched_us)
+        batch = self._take_into_flight(dispatch, dispatched_us)
         self.capacity.adopt(batch_id, batch)
         self._watch_batch(batch_id, batch, dispatch.runs)
         for run in dispatch.runs:
@@ -429,7 +423,7 @@ class Scheduler:
     def oldest_arrival_us(self) -> int | None:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
-        return self._dispatcher.oldest_arrival_us(self._of_batches, self._polled_us)
+        return self._dispatcher.oldest_arrival_us(self._batching_settings, self._polled_us)
 
     def fill_percent(self, runs: Sequence[Run]) -> int:
         """How full a batch of these runs is, by size or by cost, whichever is nearer to its limit."""
@@ -463,10 +457,10 @@ class Scheduler:
             if self._deadlines.has_due(now_us):
                 return decisions  # very many have expired: first all of these, so that none is dispatched
         if not self._has_sequences:
-            decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
+            decisions += self._dispatcher.dispatch(self._batching_settings, self.custom_policy, now_us)
             return self._answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
-        decisions += self._dispatcher.dispatch(self._of_batches, self.custom_policy, now_us)
+        decisions += self._dispatcher.dispatch(self._batching_settings, self.custom_policy, now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
 
@@ -540,7 +534,7 @@ class Scheduler:
 
     def wake_at_us(self) -> int | None:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
-        dispatch_us = self._dispatcher.wake_at_us(self._of_batches, self._polled_us)
+        dispatch_us = self._dispatcher.wake_at_us(self._batching_settings, self._polled_us)
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
         if self._queue.delayed.requests:
             wake_us = earlier(wake_us, self._queue.delayed.wake_at_us())
@@ -552,10 +546,10 @@ class Scheduler:
     def earliest_dispatch_us(self) -> int:
         """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not
         before one settles."""
-        return self._dispatcher.earliest_dispatch_us(self._of_batches, self._polled_us)
+        return self._dispatcher.earliest_dispatch_us(self._batching_settings, self._polled_us)
 
-    def _in_flight(self, dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
-        """What is kept of a batch. Its bodies are not."""
+    def _take_into_flight(self, dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
+        """What is kept of a batch in flight. Its bodies are released."""
         expiring: dict[int, Run] = {}
         arrivals: list[tuple[int, int]] = []
         size = 0
@@ -576,7 +570,7 @@ class Scheduler:
         if not self._producers:
             return batch
         return batch._replace(
-            doubtful=size - planned_size(dispatch.runs),
+            doubtful=size - executable_size(dispatch.runs),
             producers=self._producers.remembered(dispatch.runs),
         )
 

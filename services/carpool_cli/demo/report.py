@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from carpool.client.aio import Reply
-from carpool.messages import DispatchReason
+from carpool.messages.batches import DispatchReason
 from carpool_cli.demo.measure import Run, TimedRequest, percentile
 from carpool_cli.screen import Screen, clip, duration, table
 

@@ -31,7 +31,6 @@ from carpool.process_names import is_local_process
 from carpool.settings import RedisSettings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import take_snapshot
-from carpool.wire.kinds import kind_of
 from carpool.wire.registration import decode_inputs
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
@@ -198,7 +197,7 @@ class WorkerService(Service):
     @property
     def kind(self) -> ModelKind:
         """How the model executes requests."""
-        return kind_of(self.registration)
+        return ModelKind.of(self.registration)
 
     def start(self) -> None:
         self.serving = False

@@ -73,7 +73,7 @@ class Figures(NamedTuple):
     oldest_s: float | None
     batches_in_flight: int
     requests_in_flight: int | None = None
-    held: int = 0  # withheld results
+    withheld: int = 0  # results
     over_s: float | None = None  # the time that rates, fill and shares cover
     requests_per_s: float | None = None
     batches_per_s: float | None = None
@@ -86,7 +86,7 @@ class Figures(NamedTuple):
     batches: Mapping[str, int] = {}  # by dispatch reason, since the batcher became active
     requests: int | None = None  # dispatched since then
     active_s: float | None = None  # how long ago that was
-    unheeded: str = ""  # why the batcher rejects the model's settings, where it does
+    rejected_settings: str = ""  # why the batcher rejects the model's settings, where it does
     policy: str | None = None  # the one in force
     missed: Mapping[str, Requests] = {}  # their deadlines, by cause (see `carpool_batcher.core.missed`)
     stepping: Stepping | None = None  # None: it is not a stepping model, or no batcher reports that it is
@@ -136,7 +136,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         oldest_s=gauges.oldest_s if gauges.waiting else None,
         batches_in_flight=gauges.batches_in_flight,
         requests_in_flight=gauges.requests_in_flight,
-        held=gauges.held,
+        withheld=gauges.withheld,
         over_s=over_s,
         requests_per_s=_per_s(report.requests - base.requests, over_s),
         batches_per_s=_per_s(batches, over_s),
@@ -149,7 +149,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         batches=report.batches,
         requests=report.requests,
         active_s=(report.at_us - report.began_us) / 1e6,
-        unheeded=report.unheeded,
+        rejected_settings=report.rejected_settings,
         policy=report.policy or None,
         missed=_totals_and_rates(base.missed, report.missed, over_s),
         failed=_totals_and_rates(base.failed, report.failed, over_s),

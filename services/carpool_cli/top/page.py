@@ -189,8 +189,8 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield from _missing(model)
     else:  # no batcher serves a model before a worker has registered it
         yield "workers", ["one is loading the model: requests wait until it has"]
-    if model.unheeded:
-        yield "settings", [f"rejected: {model.unheeded}"]
+    if model.rejected_settings:
+        yield "settings", [f"rejected: {model.rejected_settings}"]
     if model.stepping is None:
         yield from _of_batches(model)
     else:
@@ -221,11 +221,14 @@ def _missing(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
 
 def _of_batches(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
     if model.policy:
-        yield "policy", [f"{model.policy}, not that of the settings" if model.unheeded else model.policy]
+        yield (
+            "policy",
+            [f"{model.policy}, not that of the settings" if model.rejected_settings else model.policy],
+        )
     if model.over_s is not None:
         yield "dispatch reasons", _reasons(model)
-    if model.held:
-        yield "withheld results", [f"{model.held:,}, until the results before them are delivered"]
+    if model.withheld:
+        yield "withheld results", [f"{model.withheld:,}, until the results before them are delivered"]
     if model.learned:
         yield "latency model", _latency_model(model.learned)
 

@@ -9,7 +9,7 @@ from time import monotonic, perf_counter_ns
 from typing import Any, Final, NamedTuple
 
 from carpool.client.aio import AsyncClient, Reply, RequestOptions
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_cli.tuning.curve import Line, Sizes, curve_of, line_through, spread_of
 from carpool_cli.tuning.simulator import NO_SPREAD, World
 

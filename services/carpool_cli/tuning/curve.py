@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from carpool_batcher.core.curve import Curve, non_decreasing
-from carpool_batcher.core.size_class import size_class
+from carpool_batcher.core.learned.curve import Curve, non_decreasing
+from carpool_batcher.core.learned.size_class import size_class
 
 Sizes = Sequence[tuple[int, int]]  # of batches: number of requests, and time in us
 

@@ -14,14 +14,13 @@ from typing import Any, Final, NamedTuple
 from carpool.clock import RedisClock
 from carpool.errors import CarpoolError
 from carpool.keys import Keys
-from carpool.messages import BatchSettled
+from carpool.messages.settled import BatchSettled
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.settings import ConnectionSettings
 from carpool.shown import complain
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
 from carpool.wire.batches import decode_batch, decode_settled
-from carpool.wire.kinds import kind_of
 from carpool.wire.report import BatcherReport
 from carpool_cli.config import ConfigError
 from carpool_cli.models import describe_unregistered
@@ -97,7 +96,7 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
         raise UnavailableModelError(describe_unregistered(model, registered))
     keys = Keys(model, prefix)
     snapshot = take_snapshot(link, keys, RedisClock())
-    kind = kind_of(snapshot.registration)
+    kind = ModelKind.of(snapshot.registration)
     if kind is ModelKind.STEPPING:
         raise UnavailableModelError(
             f"{model} is a stepping model, which forms no batches: this command is for models with predict"

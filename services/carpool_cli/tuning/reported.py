@@ -1,4 +1,4 @@
-"""The ways and delays of the simulator's world, as a batcher reports them of a live model."""
+"""The transit and delays of the simulator's world, as a batcher reports them of a live model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from carpool.wire.report import BatcherReport
 from carpool_cli.tuning.simulator import World, lognormal
 
 
-def has_ways(report: BatcherReport | None) -> bool:
-    """Whether batches have settled since this batcher took over, so that it knows their ways."""
-    return report is not None and report.ways_us[0] > 0
+def has_transit(report: BatcherReport | None) -> bool:
+    """Whether batches have settled since this batcher took over, so that it knows it."""
+    return report is not None and report.transit_us[0] > 0
 
 
-def with_ways(world: World, report: BatcherReport) -> World:
-    """This world with the ways and delays that a batcher reports, whatever the size of a batch.
+def with_transit(world: World, report: BatcherReport) -> World:
+    """This world with the transit and delays that a batcher reports, whatever the size of a batch.
 
-    The ways have a lognormal distribution through what half and nine of ten batches took.
+    Transit has a lognormal distribution through what half and nine of ten batches took.
     """
-    usual_us, at_most_us = report.ways_us
+    usual_us, at_most_us = report.transit_us
     in_us, late_us = report.delays_us
     return world._replace(
         out_us=usual_us // 2,

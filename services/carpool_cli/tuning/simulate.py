@@ -18,7 +18,7 @@ from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ConnectionSettings, Milliseconds, read_settings
 from carpool.shown import printable_json
 from carpool.wire.report import BatcherReport
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.config import Changes, ConfigError, parse
 from carpool_cli.screen import Progress, ProgressBar, Screen, count, table
@@ -27,7 +27,7 @@ from carpool_cli.tuning.calibrate import ROUND_TRIP_DEFAULT, measured
 from carpool_cli.tuning.curve import line_through
 from carpool_cli.tuning.live import UnavailableModelError, connected, read_live_model, record, run_command
 from carpool_cli.tuning.observed import GUESSED_SHARE_MIN, ObservedSizes, observed_sizes
-from carpool_cli.tuning.reported import has_ways, with_ways
+from carpool_cli.tuning.reported import has_transit, with_transit
 from carpool_cli.tuning.simulator import Simulation, SimulationResult, World, normal
 
 INTERCEPT_MS, SLOPE_MS = 5.0, 0.05  # without --model
@@ -244,9 +244,9 @@ def _subject(settings: SimulateSettings) -> _Subject:
         normal(settings.trip_noise),
         curve=curve,
     )
-    if report is None or not has_ways(report) or settings.has_trip:
+    if report is None or not has_transit(report) or settings.has_trip:
         return _Subject(model, world, observed, None)
-    return _Subject(model, with_ways(world, report), observed, report)
+    return _Subject(model, with_transit(world, report), observed, report)
 
 
 def _expiration_us(settings: SimulateSettings, model: ModelSettings) -> int | None:
@@ -346,7 +346,7 @@ def guesses(
 def round_trip(settings: SimulateSettings, report: BatcherReport | None) -> str:
     """Where the round trip of a live model is from."""
     if report is not None:
-        usual_ms, at_most_ms, in_ms = (us / 1000 for us in (*report.ways_us, report.delays_us[0]))
+        usual_ms, at_most_ms, in_ms = (us / 1000 for us in (*report.transit_us, report.delays_us[0]))
         return (
             f"The round trip is as its batcher saw it: {usual_ms:.1f} ms for half of the latest batches, up "
             f"to {at_most_ms:.1f} ms for nine of ten; it read requests {in_ms:.1f} ms after their arrival."

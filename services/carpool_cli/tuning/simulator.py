@@ -21,9 +21,10 @@ from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 from carpool.errors import DEADLINE_EXCEEDED
-from carpool.messages import JSON, Entry, Refusal, Run
+from carpool.messages.requests import JSON, Entry, Run
+from carpool.messages.results import Refusal
 from carpool.rows import Bodies
-from carpool_batcher.core.curve import Curve
+from carpool_batcher.core.learned.curve import Curve
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire
 from carpool_cli.tuning.arrivals import Arrival
 

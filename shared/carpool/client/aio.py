@@ -77,7 +77,7 @@ from carpool.errors import (
     UnconfirmedError,
 )
 from carpool.keys import Keys, models_key
-from carpool.messages import MSGPACK
+from carpool.messages.requests import MSGPACK
 from carpool.store.connection import CommandError, LinkError
 from carpool.wire.tensors import Array, to_bytes
 

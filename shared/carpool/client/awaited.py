@@ -19,7 +19,7 @@ from carpool.errors import (
     UnavailableError,
     UnconfirmedError,
 )
-from carpool.messages import ResultColumns
+from carpool.messages.results import ResultColumns
 from carpool.wire.results import check_envelope, columns_of, decode_results
 
 _LOG: Final = logging.getLogger("carpool.client")

@@ -14,7 +14,7 @@ import numpy as np
 from carpool.client.entries import LARGE_BODY_BYTES
 from carpool.client.options import RequestOptions
 from carpool.errors import InternalError, InvalidArgumentError
-from carpool.messages import MSGPACK, RAW
+from carpool.messages.requests import MSGPACK, RAW
 from carpool.wire.bodies import encode_body
 from carpool.wire.content_types import canonical
 from carpool.wire.tensors import Array, datatype_of, is_bfloat16, tensor_head, to_bytes

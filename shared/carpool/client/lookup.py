@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Any, Final
 
-from carpool.errors import DeadlineExceededError, NotFoundError, PermissionDeniedError
+from carpool.errors import DeadlineExceededError, NotFoundError
 from carpool.keys import Keys, models_key
 
 POLL_S: Final = 0.1
@@ -68,16 +68,10 @@ class ModelLookup:
     async def _has_process(self, keys: Keys) -> bool:
         """One that was killed counts for some more leases. Redis's clock, which producers may not read, would
         tell."""
-        try:
-            return bool(await self._call("ZCARD", keys.workers))
-        except PermissionDeniedError:  # an ACL file that is older than this
-            return True
+        return bool(await self._call("ZCARD", keys.workers))
 
     async def _is_loading(self, keys: Keys) -> bool:
-        try:
-            return bool(await self._call("EXISTS", keys.loading))
-        except PermissionDeniedError:
-            return False
+        return bool(await self._call("EXISTS", keys.loading))
 
     def _keys(self, model: str) -> Keys:
         try:

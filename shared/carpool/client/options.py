@@ -16,7 +16,7 @@ import numpy as np
 
 from carpool.errors import InvalidArgumentError
 from carpool.keys import CORRELATION_ID
-from carpool.messages import PRIORITY_LEVELS
+from carpool.messages.requests import PRIORITY_LEVELS
 from carpool.wire.content_types import ACCEPT, checked
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
@@ -53,7 +53,7 @@ _TEXTS: Final = frozenset({"lane", "tenant", "traceparent", ACCEPT})  # a number
 SEQUENCE_OPTIONS: Final = ("sequence_id", "sequence_start", "sequence_end", "sequence_index")
 _OWN_OPTIONS: Final = frozenset({*SEQUENCE_OPTIONS, "not_before"})  # have checks of their own
 # What Carpool gives a meaning, and only this client sets: where a result goes, what kind of entry it is.
-_RESERVED_FIELDS: Final = (CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"slots"}) - {
+_RESERVED_FIELDS: Final = (CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS | {"tickets"}) - {
     "priority",
     "lane",
     "cost",

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from carpool.errors import OK, error_for
-from carpool.messages import MSGPACK, ResultColumns
+from carpool.messages.requests import MSGPACK
+from carpool.messages.results import ResultColumns
 from carpool.rows import Rows
 from carpool.wire.bodies import decode_result
 from carpool.wire.tensors import Array, HeadMemo, datatype_of, from_bytes, tensor_head

@@ -8,7 +8,7 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     connection       blocking connections to Redis, and how scripts are run
     async_link       those of asyncio producers
     redis_socket     a socket that is connected to Redis: commands in, replies out
-    bounded_replies  replies of which only a limited number of bytes is kept
+    truncated_replies  replies of which only a limited number of bytes is kept
     link_errors      what goes wrong with a connection or a command, and what to do about it
     server_version   which server Redis is, and whether it is too old
     permissions      why a service cannot do its work, if its user in Redis may not

@@ -16,23 +16,15 @@ import msgpack
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys
-from carpool.messages import (
-    UNANSWERED,
-    Batch,
-    Dispatch,
-    Entry,
-    KeptSequence,
-    Refusal,
-    Result,
-    Run,
-    SequenceChange,
-    SlotFreed,
-    tickets_of_each,
-)
+from carpool.messages.batches import Batch, Dispatch, tickets_of_each
+from carpool.messages.requests import Entry, Run
+from carpool.messages.results import UNANSWERED, Refusal, Result
+from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
 from carpool.model_settings import RESULT_BYTES_DEFAULT
 from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
+from carpool.store.directory import no_errors
 from carpool.store.reader import ENTRIES_MAX, READ_BYTES, mean_bytes
 from carpool.store.results import (
     DELIVER_IN_ORDER,
@@ -185,7 +177,7 @@ class BatcherStore:
 
     def last_waiting_id(self) -> bytes | None:
         """The ID of the last entry of the request stream; None if it is empty."""
-        last = self._link.call_bounded(0, "XREVRANGE", self.keys.requests, "+", "-", "COUNT", 1)
+        last = self._link.call_truncated(0, "XREVRANGE", self.keys.requests, "+", "-", "COUNT", 1)
         return bytes(last[0][0]) if last else None
 
     def missing(self, stream: str, entry_ids: Sequence[str]) -> set[str]:
@@ -210,7 +202,7 @@ class BatcherStore:
         Those of the `claimants`, which were put back, are in it already: only verify that. Any producer may
         claim thousands in each of its entries: so a script verifies about CLAIMED_RANGES_MAX of them.
         """
-        order, forged = [self.keys.order, self.keys.held], []
+        order, forged = [self.keys.order, self.keys.tickets], []
         tickets = 0
         for at, together in enumerate(_claims_together(claimants)):
             claims = [[entry.id, *list_args(list(map(str, ranges)))] for entry, ranges in together]
@@ -257,7 +249,7 @@ class BatcherStore:
         remaining = {entry: parts for entry in indexes if (parts := _parts_to_put_back(entry, decided))}
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         keys = self.keys
-        script_keys = ScriptKeys(keys.requests, keys.batches, keys.held, keys.order)
+        script_keys = ScriptKeys(keys.requests, keys.batches, keys.tickets, keys.order)
         only_active_as = self.name if self.has_sequences else ""
         if only_active_as:
             script_keys.keys += [keys.batcher, keys.workers]
@@ -358,7 +350,7 @@ class BatcherStore:
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
             by_entry.setdefault(refusal.entry, []).append(refusal)
-        script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.held)
+        script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.tickets)
         if self.name:
             script_keys.keys.append(self.keys.batcher)
         remaining: list[list[list[Run]]] = []
@@ -396,13 +388,10 @@ class BatcherStore:
         return changes
 
     def renew_bodies(self, names: Sequence[str]) -> None:
-        """Let these stored bodies expire BODY_TTL_MS from now.
-
-        An ACL file older than stored bodies forbids it. Then they expire as their producers said.
-        """
+        """Let these stored bodies expire BODY_TTL_MS from now."""
         for start in range(0, len(names), RENEWALS_MAX):
             keys = map(self.keys.body, names[start : start + RENEWALS_MAX])
-            self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys])
+            no_errors(self._link.call_many(*[("PEXPIRE", key, BODY_TTL_MS) for key in keys]))
 
     def answer_in_flight(
         self, batch_id: str, answers: Sequence[Answer], result_ttl_ms: int

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from carpool.keys import WORKERS_GROUP
-from carpool.messages import Batch
+from carpool.messages.batches import Batch
 from carpool.store.connection import Command, CommandError, Script
 from carpool.store.directory import SETTLED_ENTRIES_MAX
 from carpool.store.worker import Reclaimed, WorkerStore

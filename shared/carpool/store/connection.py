@@ -147,10 +147,10 @@ class Link:
         self.send(*command)
         return self.receive()
 
-    def call_bounded(self, kept_bytes_max: int, *command: Argument) -> Any:
-        """As `call`. Of large strings in the reply only so many bytes are kept: see `receive_bounded`."""
+    def call_truncated(self, kept_bytes_max: int, *command: Argument) -> Any:
+        """As `call`. Of large strings in the reply only so many bytes are kept: see `receive_truncated`."""
         self.send(*command)
-        (reply,) = self.receive_bounded(1, kept_bytes_max)
+        (reply,) = self.receive_truncated(1, kept_bytes_max)
         if isinstance(reply, CommandError):
             raise reply
         return reply
@@ -247,13 +247,13 @@ class Link:
         """The next replies. A CommandError is returned in its place."""
         return [self._receive_or_error(0) for _ in range(count)]
 
-    def receive_bounded(self, count: int, kept_bytes_max: int) -> list[Any]:
+    def receive_truncated(self, count: int, kept_bytes_max: int) -> list[Any]:
         """As `receive_many`, for all replies that are to come. Of their large strings only `kept_bytes_max`
         are kept: an Omitted is in place of those that do not fit."""
         try:
             if self._socket is None:
                 raise ConnectionError("connection closed")
-            replies = self._socket.receive_bounded(count, kept_bytes_max)
+            replies = self._socket.receive_truncated(count, kept_bytes_max)
         except OSError as error:
             self.close()
             raise link_error(self._url, error) from error

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from carpool.keys import Keys
-from carpool.messages import KeptDeadLetter
+from carpool.messages.results import KeptDeadLetter
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import no_errors
 from carpool.wire.batches import FIELDS_ADDED, decode_dead_letter
 
-# The settings that bound the dead letters of a model, in the order of `bound_dead.lua`.
-BOUNDS: Final = ("max_dead_letter_age_ms", "max_dead_letters", "max_dead_letter_bytes")
-_BOUND: Final = Script("bound_dead")
+# The settings that bound the dead letters of a model, in the order of `trim_dead.lua`.
+DEAD_LETTER_LIMITS: Final = ("max_dead_letter_age_ms", "max_dead_letters", "max_dead_letter_bytes")
+_TRIM_DEAD: Final = Script("trim_dead")
 _PAGE: Final = 16  # dead letters read at a time: each has the body of its request
 
 
@@ -66,14 +66,15 @@ class DeadLetters:
         """How many were dropped since the model was first registered, by the setting that they were over."""
         flat = self._link.call("HGETALL", self._keys.dead_dropped)
         counts = dict(zip(flat[::2], flat[1::2], strict=True))
-        return {name: int(counts[name.encode()]) for name in BOUNDS if name.encode() in counts}
+        return {name: int(counts[name.encode()]) for name in DEAD_LETTER_LIMITS if name.encode() in counts}
 
-    def bound(self) -> dict[str, int]:
+    def trim(self) -> dict[str, int]:
         """Drop the oldest ones over the model's settings. Returns how many, by the setting they were over."""
         keys, defaults = self._keys, ModelSettings()
         script_keys = [keys.dead, keys.dead_dropped, keys.config, keys.registration]
-        counts = self._link.run(_BOUND, script_keys, [getattr(defaults, name) for name in BOUNDS])
-        return {name: count for name, count in zip(BOUNDS, counts, strict=True) if count}
+        values = [getattr(defaults, name) for name in DEAD_LETTER_LIMITS]
+        counts = self._link.run(_TRIM_DEAD, script_keys, values)
+        return {name: count for name, count in zip(DEAD_LETTER_LIMITS, counts, strict=True) if count}
 
     def _execute(self, *commands: tuple[Argument, ...]) -> bool:
         """Run these commands, unless the dead letters have changed since they were watched."""

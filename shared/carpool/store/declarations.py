@@ -5,8 +5,8 @@ worker that registers, and each one that finds at a heartbeat that others came o
 anew of what the living ones declare (`wire.registration.combined`). They all come to the same, so nothing has
 to be atomic: a write that is overtaken is made right by the next heartbeat.
 
-A worker of a version older than this declares nothing. As long as one lives, what is registered counts as
-declared by it. With an ACL file older than this, workers register as those did: the last one wins.
+If what a living worker declares is missing, because a user removed the key, what is registered counts as
+declared by it, until its next heartbeat.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Declared(NamedTuple):
 
 
 class Declarations:
-    """What the workers of one model declare. All of it raises CommandError, with the code NOPERM if an ACL
-    file is older than this."""
+    """What the workers of one model declare. All of it raises CommandError."""
 
     def __init__(self, link: Link, keys: Keys) -> None:
         self._link = link

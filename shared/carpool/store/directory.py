@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from carpool.clock import RedisClock
@@ -49,7 +48,6 @@ class Directory:
     def __init__(self, link: Link, prefix: str) -> None:
         self._link = link
         self._prefix = prefix
-        self._may_list_loading = True
 
     def models(self) -> list[str]:
         """Names of the registered models, sorted."""
@@ -58,7 +56,7 @@ class Directory:
     def overview(self, model: str) -> ModelOverview:
         """The state of a model, in one round trip."""
         keys = Keys(model, self._prefix)
-        *replies, loading = self._link.call_many(
+        replies = self._link.call_many(
             ("TIME",),
             ("XLEN", keys.requests),
             ("XLEN", keys.batches),
@@ -66,30 +64,22 @@ class Directory:
             ("EXISTS", keys.batcher),
             ("GET", keys.report),
             ("XLEN", keys.dead),
-            ("EXISTS", keys.loading),  # an ACL file older than this key forbids it
+            ("EXISTS", keys.loading),
         )
-        time_reply, waiting, in_flight, workers, batcher, report, dead = no_errors(replies)
+        time_reply, waiting, in_flight, workers, batcher, report, dead, loading = no_errors(replies)
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
         processes = len(alive(workers, at_us // 1000))
-        return ModelOverview(at_us, waiting, in_flight, processes, bool(batcher), report, dead, loading == 1)
+        return ModelOverview(at_us, waiting, in_flight, processes, bool(batcher), report, dead, bool(loading))
 
     def loading(self, registered: Sequence[str]) -> list[str]:
         """Models that workers load for the first time, sorted."""
-        if not self._may_list_loading:
-            return []
-        try:
-            names = self._link.call("SMEMBERS", loading_key(self._prefix))
-        except CommandError:  # an ACL file that is older than this
-            self._may_list_loading = False
-            return []
+        names = self._link.call("SMEMBERS", loading_key(self._prefix))
         unregistered = sorted({name.decode() for name in names}.difference(registered))
         return [model for model in unregistered if self.is_loading(model)]
 
     def is_loading(self, model: str) -> bool:
         """Whether a worker loads this model."""
-        with suppress(CommandError):  # an ACL file that is older than this
-            return bool(self._link.call("EXISTS", Keys(model, self._prefix).loading))
-        return False
+        return bool(self._link.call("EXISTS", Keys(model, self._prefix).loading))
 
     def config(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
         """The settings that a model's workers registered, and the operator's overrides."""
@@ -159,11 +149,12 @@ SNAPSHOT_COMMANDS: Final = 7
 def read_snapshot(replies: Sequence[Any], now_ms: int) -> ModelSnapshot | CommandError:
     """The state of a model from the replies to `snapshot_commands`; the first error among them."""
     in_order, *others, draining = replies
+    # A user wrote these keys: results are not in order (lua/ordering/README.md), and no process drains
     if isinstance(in_order, CommandError) and in_order.code == "WRONGTYPE":
-        in_order = 0  # a user wrote the key: results are not in order (lua/ordering/README.md)
-    if isinstance(draining, CommandError):
-        draining = []  # a user wrote the key, or an ACL file older than bound models forbids to read it
-    for reply in (in_order, *others):
+        in_order = 0
+    if isinstance(draining, CommandError) and draining.code == "WRONGTYPE":
+        draining = []
+    for reply in (in_order, *others, draining):
         if isinstance(reply, CommandError):
             return reply
     waiting, in_flight, workers, registration, config = others

@@ -13,8 +13,8 @@ _HARMLESS: Final = "noeviction"
 def eviction_warning(link: Link) -> str:
     """What is wrong with Redis's `maxmemory-policy`, and what to do; empty if nothing is, or it is unknown.
 
-    It is unknown to a user who may not call `INFO`, as with an ACL file of an older version. `CONFIG GET` is
-    not used: it shows passwords, and managed services forbid it. Raises LinkError.
+    It is unknown to a user who may not call `INFO`. `CONFIG GET` is not used: it shows passwords, and managed
+    services forbid it. Raises LinkError.
     """
     try:
         reply = link.call("INFO", "memory")

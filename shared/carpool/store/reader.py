@@ -42,9 +42,9 @@ from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
 from carpool.keys import Keys
-from carpool.store.bounded_replies import LARGE_BYTES, Omitted
 from carpool.store.connection import Argument, CommandError, Link, LinkError, readable_links
 from carpool.store.redis_socket import ReplyTooLargeError
+from carpool.store.truncated_replies import LARGE_BYTES, Omitted
 from carpool.wire.request_fields import MAX_PACKED_BYTES
 
 RawEntry = tuple[bytes, list[bytes]]  # ID, and field, value, field, value, ...
@@ -444,7 +444,7 @@ class _Watch:
         """The replies; none if they are too large: then fewer entries are asked for again."""
         try:
             if self._has_large:
-                return self.link.receive_bounded(len(self._xreads), ENTRY_BYTES_MAX)
+                return self.link.receive_truncated(len(self._xreads), ENTRY_BYTES_MAX)
             return self.link.receive_many(len(self._xreads))
         except LinkError:
             self._sizes.connection_lost()

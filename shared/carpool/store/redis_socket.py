@@ -12,7 +12,7 @@ from typing import Any, Final
 import hiredis
 
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
-from carpool.store.bounded_replies import BoundedReplies
+from carpool.store.truncated_replies import TruncatedReplies
 
 Argument = str | bytes | int | float
 
@@ -122,10 +122,10 @@ class RedisSocket:
             reply = reader.gets()
         return reply
 
-    def receive_bounded(self, count: int, kept_bytes_max: int) -> list[Any]:
+    def receive_truncated(self, count: int, kept_bytes_max: int) -> list[Any]:
         """The next replies, which must be all that are to come. Of their large strings `kept_bytes_max` are
         kept; in place of the others there is an Omitted."""
-        replies = BoundedReplies(self._sock, self._reply_error, kept_bytes_max)
+        replies = TruncatedReplies(self._sock, self._reply_error, kept_bytes_max)
         return [replies.receive() for _ in range(count)]
 
     def _receive_header(self, header: bytes) -> bool:

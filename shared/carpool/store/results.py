@@ -10,15 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Self
 
 from carpool.keys import Keys
-from carpool.messages import (
-    Batch,
-    BatchedRequest,
-    Result,
-    ResultColumns,
-    RunResults,
-    SequenceChange,
-    tickets_of_each,
-)
+from carpool.messages.batches import Batch, BatchedRequest, tickets_of_each
+from carpool.messages.results import Result, ResultColumns, RunResults
+from carpool.messages.sequences import SequenceChange
 from carpool.rows import Rows
 from carpool.store.arguments import Group, ScriptKeys, group_list_args
 from carpool.store.connection import Argument, Link, Script
@@ -138,7 +132,7 @@ def answer_ahead(
     Returns the positions that were written: the others had been answered. Raises FencedError if `owner` does
     not own the batch any more, and, without an owner, SettledError.
     """
-    script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.held)
+    script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.tickets)
     args: list[Argument] = ["batcher", batch_id, "", ""] if owner is None else ["worker", batch_id, *owner]
     args += [result_ttl_ms, PROGRESS_TTL_MS, *(starting or ("", ""))]
     args += group_list_args(
@@ -162,7 +156,7 @@ def release(link: Link, keys: Keys, *, free_lost: bool = False) -> FirstTicket |
     """
     streams = [keys.requests, keys.batches] if free_lost else []
     while True:
-        outcome, *first = link.run(RELEASE, [keys.order, keys.held, *streams], [])
+        outcome, *first = link.run(RELEASE, [keys.order, keys.tickets, *streams], [])
         if outcome == b"EMPTY":
             return None
         if outcome == b"FIRST":
@@ -174,7 +168,7 @@ def result_groups(
     keys: Keys,
     script_keys: ScriptKeys,
     results: Iterable[tuple[Address, Result]],
-    of_runs: Iterable[RunResults] = (),
+    run_results: Iterable[RunResults] = (),
 ) -> Iterator[Group]:
     """The elements of a script's list of results: key index, kind, ranges of tickets and payload of each.
 
@@ -185,7 +179,7 @@ def result_groups(
     in_order: dict[str, list[tuple[TicketRange, Result]]] = {}
     columns: list[RunResults] = []
     addressed = list(results)
-    for of_run in of_runs:
+    for of_run in run_results:
         if of_run.are_columns:
             columns.append(of_run)
         elif of_run.tickets is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from carpool.keys import Keys
-from carpool.messages import SequenceChange
+from carpool.messages.sequences import SequenceChange
 from carpool.store.arguments import ScriptKeys, group_list_args
 from carpool.store.connection import Argument
 

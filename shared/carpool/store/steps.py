@@ -14,7 +14,9 @@ import msgpack
 from carpool.clock import RedisClock
 from carpool.errors import OK
 from carpool.keys import Keys
-from carpool.messages import Batch, Chunk, DeadLetter, Failures, Result, Streamed
+from carpool.messages.batches import Batch
+from carpool.messages.results import Chunk, DeadLetter, Result
+from carpool.messages.settled import Failures, Streamed
 from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.store.arguments import ScriptKeys
 from carpool.store.connection import Argument, Link, Script

@@ -8,7 +8,10 @@ from typing import Final, NamedTuple, Self
 
 from carpool.clock import RedisClock
 from carpool.keys import WORKERS_GROUP, Keys, models_key
-from carpool.messages import Batch, DeadLetter, Executed, Result, RunResults, SequenceChange
+from carpool.messages.batches import Batch
+from carpool.messages.results import DeadLetter, Result, RunResults
+from carpool.messages.sequences import SequenceChange
+from carpool.messages.settled import Executed
 from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, group_list_args, list_args
@@ -85,7 +88,7 @@ class Loaded(NamedTuple):
 
 class Renewal(NamedTuple):
     """What a renewal found: whether the model is still registered, whether the process's lease had not run
-    out before, how many model processes of all workers are live (0: unknown), and the IDs of lost batches."""
+    out before, how many model processes of all workers are live, and the IDs of lost batches."""
 
     is_registered: bool
     had_lease: bool
@@ -101,7 +104,7 @@ class WorkerStore:
         self.keys = keys
         self.clock = clock or RedisClock()
         self._batches = keys.batches
-        self._commit_keys = (keys.batches, keys.settled), (keys.dead, keys.order, keys.held)
+        self._commit_keys = (keys.batches, keys.settled), (keys.dead, keys.order, keys.tickets)
 
     @property
     def declarations(self) -> Declarations:
@@ -111,13 +114,12 @@ class WorkerStore:
     def register(self, registration: Mapping[str, Argument]) -> None:
         """Write the registration of the model; only workers do.
 
-        What a model of this name declared before, and this one does not, is removed. An ACL file older than
-        this forbids it: then it stays.
+        What a model of this name declared before, and this one does not, is removed.
         """
         fields = [part for pair in registration.items() for part in pair]
         undeclared = [name for name in OPTIONAL_FIELDS if name not in registration]
         if undeclared:
-            self._link.call_many(("HDEL", self.keys.registration, *undeclared))
+            self._link.call("HDEL", self.keys.registration, *undeclared)
         replies = self._link.call_many(
             ("HSET", self.keys.registration, *fields),
             ("XGROUP", "CREATE", self.keys.batches, WORKERS_GROUP, "0", "MKSTREAM"),
@@ -241,9 +243,9 @@ class WorkerStore:
         registered, had_lease, live, *lost = self._link.run(_RENEW, keys, args)
         return Renewal(bool(registered), bool(had_lease), live, {batch_id.decode() for batch_id in lost})
 
-    def bound_dead_letters(self) -> dict[str, int]:
+    def trim_dead_letters(self) -> dict[str, int]:
         """Drop the dead letters over the model's settings. Returns how many, by setting."""
-        return DeadLetters(self._link, self.keys).bound()
+        return DeadLetters(self._link, self.keys).trim()
 
     def read_clock(self) -> None:
         """Set the clock from Redis's."""
@@ -271,13 +273,13 @@ class WorkerStore:
         results: Mapping[int, tuple[Address, Result]],
         dead: Sequence[DeadLetter],
         executed: Executed,
-        of_runs: Sequence[RunResults] = (),
+        run_results: Sequence[RunResults] = (),
         changes: Sequence[SequenceChange] = (),
     ) -> set[int]:
         """Commit a batch, all or nothing.
 
-        `results` of single requests by position, each with its address, and `of_runs` those of requests of
-        one run. All other positions were answered ahead. `changes`: what all of these results do to
+        `results` of single requests by position, each with its address, and `run_results` those of requests
+        of one run. All other positions were answered ahead. `changes`: what all of these results do to
         sequences.
 
         Returns the positions that must be left out, too, because they had been answered ahead after all: then
@@ -287,9 +289,9 @@ class WorkerStore:
         first_keys, last_keys = self._commit_keys
         script_keys = ScriptKeys(*first_keys, keys.progress(batch.id), *last_keys)
         left_out: set[int] = set()
-        if len(results) + sum([len(of_run.positions) for of_run in of_runs]) < batch.size:
+        if len(results) + sum([len(of_run.positions) for of_run in run_results]) < batch.size:
             left_out = set(range(batch.size)) - results.keys()
-            left_out = left_out.difference(*(of_run.positions for of_run in of_runs))
+            left_out = left_out.difference(*(of_run.positions for of_run in run_results))
         body_keys = [script_keys.index(keys.body(name)) for name in batch.body_names]
         args: list[Argument] = [
             consumer, batch.id, batch.epoch, batch.result_ttl_ms, batch.size, executed.compute_us,
@@ -299,7 +301,7 @@ class WorkerStore:
             len(left_out), *left_out, *list_args(settled_fields(executed)),
             len(body_keys), *body_keys,
         ]  # fmt: skip
-        args += group_list_args(result_groups(keys, script_keys, results.values(), of_runs))
+        args += group_list_args(result_groups(keys, script_keys, results.values(), run_results))
         args += group_list_args([list_args(encode_dead_letter(letter)) for letter in dead])
         args += change_args(keys, script_keys, changes)
         outcome, *positions = self._link.run(_COMMIT, script_keys.keys, args)

@@ -17,6 +17,5 @@ bodies            the body of a request or a result <-> Python values
 values            values of other libraries in bodies: converted, or refused by name
 tensors           tensors in bodies
 registration      what a worker registers about its model
-kinds             how a registered model executes requests
 report            what an active batcher publishes about itself
 """

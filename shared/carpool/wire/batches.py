@@ -10,18 +10,15 @@ from typing import Any, Final
 
 import msgpack
 
-from carpool.messages import (
-    Batch,
-    BatchedRun,
+from carpool.messages.batches import Batch, BatchedRun, Dispatch
+from carpool.messages.requests import SequencePart
+from carpool.messages.results import DeadLetter, KeptDeadLetter
+from carpool.messages.settled import (
     BatchSettled,
-    DeadLetter,
-    Dispatch,
     Executed,
     ExecutedOf,
     Failures,
-    KeptDeadLetter,
     ModelProcessesChanged,
-    SequencePart,
     SettledEvent,
     Streamed,
 )
@@ -69,8 +66,8 @@ def encode_tickets(dispatch: Dispatch) -> bytes | None:
     """
     if all(run.tickets is None for run in dispatch.runs):
         return None
-    of_runs = [run.tickets and (run.entry.id, *run.tickets.ranges) for run in dispatch.runs]
-    return bytes(msgpack.packb(of_runs))
+    tickets = [run.tickets and (run.entry.id, *run.tickets.ranges) for run in dispatch.runs]
+    return bytes(msgpack.packb(tickets))
 
 
 def _bodies_and_rows(bodies: Bodies) -> tuple[list[Body] | None, tuple[Any, ...] | None]:
@@ -85,12 +82,12 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     Those entries were missing when the batch was dispatched: see `dispatch.lua`.
     """
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
-    of_runs = msgpack.unpackb(raw[b"runs"])
+    fields_of_runs = msgpack.unpackb(raw[b"runs"])
     if b"tickets" in raw:
         tickets = map(_decode_tickets, msgpack.unpackb(raw[b"tickets"]))
-        runs = [_decode_run(fields, of_run) for fields, of_run in zip(of_runs, tickets, strict=True)]
+        runs = [_decode_run(fields, of_run) for fields, of_run in zip(fields_of_runs, tickets, strict=True)]
     else:
-        runs = [_decode_run(fields, None) for fields in of_runs]
+        runs = [_decode_run(fields, None) for fields in fields_of_runs]
     gone = raw.get(b"gone")
     if gone:
         entry_ids = frozenset(gone.decode().split())
@@ -165,7 +162,7 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         int(size),
         int(raw.get(b"compute_us", b"0")),
         int(raw.get(b"settled_us", b"0")),
-        int(raw.get(b"executed", size)),  # a worker of an earlier version does not tell
+        int(raw.get(b"executed", b"0")),
         int(raw.get(b"waited_us", b"0")),
         Streamed(*map(int, streamed.split())) if streamed else None,
         tuple(raw.get(b"broken", b"").decode().split()),

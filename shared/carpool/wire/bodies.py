@@ -22,7 +22,7 @@ import msgpack
 import numpy as np
 
 from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
-from carpool.messages import JSON, MSGPACK, RAW
+from carpool.messages.requests import JSON, MSGPACK, RAW
 from carpool.wire.content_types import ACCEPT, is_value, other_charset
 from carpool.wire.tensors import (
     TENSOR_FIELDS,

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
-from carpool.messages import Entry, Run
+from carpool.messages.requests import Entry, Run
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
 from carpool.wire.request_fields import (

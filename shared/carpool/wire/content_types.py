@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Final
 
 from carpool.errors import InvalidArgumentError
-from carpool.messages import CONTENT_TYPES, JSON, MSGPACK
+from carpool.messages.requests import CONTENT_TYPES, JSON, MSGPACK
 
 ACCEPT: Final = "accept"  # the field of a request that names the content type of its result
 _CHARS_MAX: Final = 127

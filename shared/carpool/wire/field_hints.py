@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Final
 
-from carpool.messages import CONTENT_TYPES
+from carpool.messages.requests import CONTENT_TYPES
 from carpool.wire.content_types import ACCEPT, accepted
 from carpool.wire.request_fields import (
     COLUMN_FIELDS,

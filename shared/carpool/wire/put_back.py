@@ -1,7 +1,7 @@
 """Requests that are put back, because only some requests of their entry were dispatched or refused.
 
 The batcher writes them as an entry with the same attributes, the same arrival time (`arrival`) and the same
-tickets (`slots`, under `preserve_ordering`).
+tickets (`tickets`, under `preserve_ordering`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import msgpack
 
-from carpool.messages import Entry, Refusal, Run
+from carpool.messages.requests import Entry, Run
+from carpool.messages.results import Refusal
 from carpool.rows import Body, Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
 from carpool.wire.columns import COLUMNS_ONLY, column_body_fields
@@ -30,7 +31,7 @@ def encode_runs(runs: Iterable[Run]) -> bytes:
 
 
 def tickets_of(runs: Iterable[Run]) -> str:
-    """The `slots` field of such an entry: its requests' tickets. Either all of them have one, or none has."""
+    """The field `tickets` of such an entry. Either all of its requests have one, or none has."""
     ranges = [of_range for run in runs if run.tickets for of_range in run.tickets.ranges]
     return " ".join(map(str, Tickets.join(ranges).ranges))
 
@@ -92,20 +93,20 @@ def arrival_put_back(arrival: bytes, entry_arrival_us: int) -> int:
         return entry_arrival_us
 
 
-def restore_tickets(entry: Entry, decoded: Sequence[Decoded], slots: bytes) -> None:
+def restore_tickets(entry: Entry, decoded: Sequence[Decoded], text: bytes) -> None:
     """Give requests that were put back the tickets they had; none if the field is malformed.
 
     Those that are refused, since the model's limits became lower meanwhile, had a ticket each too.
     """
     ranges: list[TicketRange] = []
-    for text in slots.decode("ascii", "replace").split():
-        match = _TICKET_RANGE.fullmatch(text)
+    for of_range in text.decode("ascii", "replace").split():
+        match = _TICKET_RANGE.fullmatch(of_range)
         if match is None:
             return
         ranges.append(TicketRange(match[1], int(match[2]), int(match[3])))
     tickets = Tickets(tuple(ranges))
     counts = [len(item.correlation_ids) for item in decoded if isinstance(item, Run | Refusal)]
-    if tickets.size != sum(counts) or not all(of_range.size for of_range in ranges):
+    if tickets.size != sum(counts) or not all(one.size for one in ranges):
         return
     entry.claimed_tickets = tickets
     start = 0

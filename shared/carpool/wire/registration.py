@@ -2,7 +2,7 @@
 
 Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` for a stepping model,
 `stateful` for one whose states of sequences are in Redis, and `bound` for one that has them in its processes
-(`wire.kinds`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
+(`ModelKind`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
 Inference Protocol.
 
 Each worker declares such a hash. What is registered is made of those of living workers (`combined`).
@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool.wire.kinds import kind_fields, kind_of
 from carpool.wire.tensors import TensorSpec
 
 OPTIONAL_FIELDS: Final = ("inputs", "outputs")
@@ -24,7 +23,7 @@ OPTIONAL_FIELDS: Final = ("inputs", "outputs")
 Registration = Mapping[str, str]
 """The fields of such a hash."""
 
-FIELDS: Final = (*ModelSettings.names(), *kind_fields(ModelKind.PLAIN), *OPTIONAL_FIELDS)
+FIELDS: Final = (*ModelSettings.names(), *ModelKind.PLAIN.fields, *OPTIONAL_FIELDS)
 _SHOWN_CHARS_MAX: Final = 60
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
 
@@ -36,7 +35,7 @@ def encode_registration(
     kind: ModelKind = ModelKind.PLAIN,
 ) -> dict[str, str]:
     """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs."""
-    fields = {**settings, **kind_fields(kind)}
+    fields = {**settings, **kind.fields}
     for name, specs in zip(OPTIONAL_FIELDS, (inputs, outputs), strict=True):
         if specs:
             fields[name] = json.dumps(
@@ -63,10 +62,10 @@ def combined(
     and the weights of tenants. `registered`: what is registered so far; None: that of `own` registers now.
     """
     latest = own if registered is None else registered
-    kind = kind_of(latest)
-    if all(kind_of(declared) is not kind for declared in (own, *others)):
-        kind = kind_of(own)
-    of_kind = [declared for declared in (own, *others) if kind_of(declared) is kind]
+    kind = ModelKind.of(latest)
+    if all(ModelKind.of(declared) is not kind for declared in (own, *others)):
+        kind = ModelKind.of(own)
+    of_kind = [declared for declared in (own, *others) if ModelKind.of(declared) is kind]
 
     def latest_of(name: str) -> str | None:
         declared = [fields.get(name) for fields in of_kind]
@@ -76,7 +75,7 @@ def combined(
     fields = {name: text for name, text in unordered.items() if text is not None}
     settings = [ModelSettings.from_readable(declared) for declared in of_kind]
     tightest = ModelSettings.tightest(settings, ModelSettings.from_readable(fields))
-    return {**tightest.as_text(), **kind_fields(kind), **fields}
+    return {**tightest.as_text(), **kind.fields, **fields}
 
 
 def differing(declared: Sequence[Registration]) -> dict[str, dict[str, int]]:

@@ -22,7 +22,7 @@ class Gauges(NamedTuple):
     batches_in_flight: int
     requests_in_flight: int
     model_processes: int
-    held: int = 0  # withheld results (`preserve_ordering`)
+    withheld: int = 0  # results (`preserve_ordering`)
     delayed: int = 0  # of those waiting, the ones that must not be dispatched yet (`not_before`)
 
 
@@ -66,10 +66,10 @@ class BatcherReport:
     refused: dict[str, int]  # requests refused, or expired in flight, by "STATUS/reason"
     learned: tuple[tuple[int, int], ...]  # of l(n): some sizes, ascending, and the time of each (µs)
     quantiles_us: tuple[int, int] | None  # p50 and p99 of the latency over the last 10 to 20 s
-    unheeded: str = ""  # why the settings in Redis are not in effect; empty if they are
+    rejected_settings: str = ""  # why the settings in Redis are not in effect; empty if they are
     policies: tuple[str, ...] = ()  # custom policies that this batcher has loaded
-    policy: str = ""  # the policy in force; empty in a report of a version that does not say it
-    ways_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
+    policy: str = ""  # the policy in force
+    transit_us: tuple[int, int] = (0, 0)  # of a batch to the worker and back, what half and nine of ten take
     missed: dict[str, int] = field(default_factory=dict)  # requests that missed their deadlines, by cause
     stepping: SteppingReport | None = None  # None: it is not a stepping model
     # How long it takes half of the requests from their arrival until the batcher has read them, where it does

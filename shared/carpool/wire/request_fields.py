@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
-from carpool.messages import JSON
+from carpool.messages.requests import JSON
 from carpool.wire.content_types import ACCEPT, canonical, checked
 
 MAX_REQUESTS_PER_ENTRY: Final = 4096
@@ -48,7 +48,7 @@ PRODUCER_FIELDS: Final = frozenset(
     }
 )
 # Fields that are not passed on to the model. All others are, and are kept when a request is put back.
-# (`slots` and `sequence_place` are read only in an entry put back: see `wire.put_back`.)
+# (`tickets` and `sequence_place` are read only in an entry put back: see `wire.put_back`.)
 CARPOOL_FIELDS: Final = PRODUCER_FIELDS | {"sequence_place", "arrival"}
 # These are passed on, although Carpool defines them, and the batcher reads the first.
 PASSED_ON_FIELDS: Final = frozenset({"tenant", "traceparent", ACCEPT})

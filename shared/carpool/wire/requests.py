@@ -19,7 +19,7 @@ import msgpack
 
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
-from carpool.messages import Entry, Run, Withdrawal
+from carpool.messages.requests import Entry, Run, Withdrawal
 from carpool.model_settings import ModelSettings
 from carpool.wire.columns import decode_columns, head_bytes, is_columns
 from carpool.wire.field_hints import NAMES_LOOKED_AT_MAX
@@ -131,7 +131,7 @@ def decode_in_pieces(
         entry.arrival_us = arrival_put_back(arrival, arrived_us)
         is_put_back = may_be_put_back(entry_id)
     if packed is not None:
-        tickets = raw.pop("slots", b"") if arrival is not None else b""
+        tickets = raw.pop("tickets", b"") if arrival is not None else b""
         # Each run of an entry put back carries what all of them shared before, so the entry may be larger
         # than the one that its producer sent. It must not be refused for that.
         limit_bytes = MAX_PACKED_BYTES if arrival is None else 2 * MAX_PACKED_BYTES

@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from carpool.errors import OK, InvalidArgumentError
-from carpool.messages import JSON, Chunk, Result, ResultColumns
+from carpool.messages.requests import JSON
+from carpool.messages.results import Chunk, Result, ResultColumns
 from carpool.rows import Rows
 
 MAX_DETAIL_CHARS: Final = 1000

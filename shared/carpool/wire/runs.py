@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID_CHARS_MAX, CORRELATION_ID_LETTERS
-from carpool.messages import PRIORITY_DEFAULT, PRIORITY_LEVELS, Entry, Refusal, Run
+from carpool.messages.requests import PRIORITY_DEFAULT, PRIORITY_LEVELS, Entry, Run
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body, Rows, StoredBody
 from carpool.wire.field_hints import field_warnings, meant_body, meant_field

@@ -11,7 +11,8 @@ from typing import Final
 
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID
-from carpool.messages import Entry, Refusal, Run, SequencePart, SequencesEnd, Withdrawal
+from carpool.messages.requests import Entry, Run, SequencePart, SequencesEnd, Withdrawal
+from carpool.messages.results import Refusal
 from carpool.wire.request_fields import (
     MAX_NAMES,
     MAX_NAMES_BYTES,

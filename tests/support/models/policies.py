@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from carpool.messages import Request
+from carpool.messages.requests import Request
 
 
 class Pairs:

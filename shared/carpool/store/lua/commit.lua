@@ -4,7 +4,7 @@
 -- A request that was answered ahead of the commit (see answer.lua) must not get a second result. If the caller did not
 -- leave all of these out, nothing is written: the reply names them, and the caller commits again without them.
 --
--- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 held   7.. the keys of results and
+-- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 tickets   7.. the keys of results and
 --       of stored bodies
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 number of requests  6 execution time (us)
 --       7 number of requests executed together  8 time that the batch waited for a model process (us)

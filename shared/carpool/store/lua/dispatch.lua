@@ -17,7 +17,7 @@
 -- A batch of a bound model is for one process, which is told so in its inbox. It names the process, so that a worker
 -- puts it into the pending list of that (see assign.lua): a batcher may not fetch batches.
 --
--- KEYS  1 requests   2 batches   3 held   4 order   5 batcher and 6 workers, if ARGV[2] is not ''   .. inboxes
+-- KEYS  1 requests   2 batches   3 tickets   4 order   5 batcher and 6 workers, if ARGV[2] is not ''   .. inboxes
 -- ARGV  1 entries to put into the order, '' if none
 --       2 of a model with sequences the name of this batcher, else ''
 --       3.. list of the processes of a bound model that execute these batches

@@ -1,17 +1,18 @@
--- put_back(requests, held, take): add entries with the requests of a removed entry that are still waiting. They keep
--- their arrival and their tickets (ranges in one string, separated by spaces, '' if none), which are in the new entry's
--- field `slots`. Arguments are read with `take`: the arrival (ms); list of entries: the payload, the tickets.
+-- put_back(requests, tickets, take): add entries with the requests of a removed entry that are still waiting. They
+-- keep their arrival and the ranges of their tickets (in one string, separated by spaces, '' if none), which are in
+-- the new entry's field `tickets`. Arguments are read with `take`: the arrival (ms); list of entries: the payload, the
+-- tickets.
 -- Returns the IDs of the new entries. O(ranges of tickets), and O(bytes).
-local function put_back(requests, held, take)
+local function put_back(requests, tickets, take)
   local arrival_ms, ids = take(), {}
   for e = 1, tonumber(take()) do
-    local payload, tickets = take(), take()
-    if tickets == '' then
+    local payload, ranges = take(), take()
+    if ranges == '' then
       ids[e] = redis.call('XADD', requests, '*', 'requests', payload, 'arrival', arrival_ms)
     else
-      ids[e] = redis.call('XADD', requests, '*', 'requests', payload, 'arrival', arrival_ms, 'slots', tickets)
-      for range in string.gmatch(tickets, '%S+') do
-        mark_waiting(held, range, ids[e])
+      ids[e] = redis.call('XADD', requests, '*', 'requests', payload, 'arrival', arrival_ms, 'tickets', ranges)
+      for range in string.gmatch(ranges, '%S+') do
+        mark_waiting(tickets, range, ids[e])
       end
     end
   end

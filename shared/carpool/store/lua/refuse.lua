@@ -4,19 +4,18 @@
 -- with it, and which sequences end because they were idle. Only the active batcher may do so: another one, which was
 -- paused, has an old copy of the request stream, by which the queue may be full, and older states of sequences.
 --
--- KEYS  1 requests   2 order   3 held   4 batcher, if ARGV[2] is not ''
+-- KEYS  1 requests   2 order   3 tickets   4 batcher, if ARGV[2] is not ''
 --       .. the keys of results, of stored bodies, of sequences and of inboxes
 -- ARGV  1 result TTL (ms)
 --       2 the name of this batcher, '' if it need not be active
 --       3.. list of entries: ID; what to put back (see put_back.lua); list of results: index in KEYS, kind, ranges
---           of tickets or '', payload; list of alike results for lists of their own (see deliver.lua, `deliver_alike`);
---           list of stored bodies to delete: index in KEYS
---       list of changes of sequences (see sequence.lua)
---       list of messages to processes of a bound model: index in KEYS of the inbox, field, value
+--           of tickets or '', payload; list of alike results for lists of their own (see deliver.lua,
+--           `deliver_alike`); list of stored bodies to delete: index in KEYS list of changes of sequences (see
+--           sequence.lua) list of messages to processes of a bound model: index in KEYS of the inbox, field, value
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written. Else for each entry
 --         { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads; if all keys have one hash in Lua, O(results * results). The
--- caller bounds both: see `carpool_batcher.refusal_parts`.
+-- caller bounds both: see `carpool_batcher.refusals`.
 if ARGV[2] ~= '' and redis.call('GET', KEYS[4]) ~= ARGV[2] then return 'NOT_ACTIVE' end
 if ARGV[2] ~= '' then redis.call('XDEL', KEYS[1], '0-0') end -- must be the first write: see deliver.lua
 local ttl_ms = ARGV[1]

@@ -6,8 +6,7 @@
 -- ARGV  1 consumer  2 lease (ms)  3 '1' to renew a lease that ran out, too, else ''  4.. batch ID and epoch of each
 --       batch
 -- Returns { 1 if the model is registered, 0 if not (such as after Redis was emptied); 1 if the process had a lease, 0
---           if that ran out; the number of live model processes, 0 if it is unknown, because an ACL file that is older
---           than this forbids ZCOUNT; then the IDs of lost batches }
+--           if that ran out; the number of live model processes; then the IDs of lost batches }
 -- O(batches + log processes).
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -16,8 +15,8 @@ local had_lease = tonumber(redis.call('ZSCORE', KEYS[1], ARGV[1]) or 0) >= now_m
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. string.format('%.0f', now_ms - 10 * tonumber(ARGV[2])))
 if had_lease or ARGV[3] ~= '' then redis.call('ZADD', KEYS[1], now_ms + tonumber(ARGV[2]), ARGV[1]) end
 
-local live = redis.pcall('ZCOUNT', KEYS[1], now_ms, '+inf')
-local reply = { redis.call('EXISTS', KEYS[3]), had_lease and 1 or 0, type(live) == 'number' and live or 0 }
+local live = redis.call('ZCOUNT', KEYS[1], now_ms, '+inf')
+local reply = { redis.call('EXISTS', KEYS[3]), had_lease and 1 or 0, live }
 for i = 4, #ARGV, 2 do
   local pending = redis.pcall('XPENDING', KEYS[2], 'workers', ARGV[i], ARGV[i], 1)
   local owner = not pending.err and pending[1]

@@ -2,17 +2,17 @@
 -- `is_effective` is false. Returns the ID of the last sequence that was broken, if one was. O(changes * log n) for n
 -- sequences, and O(bytes of their states).
 --
--- `take` reads what `carpool.store.sequences` writes: the number of changes; if there are any, the index in KEYS of the
--- sorted set of all sequences that are kept; and for each change the index in KEYS of the sequence's hash, its ID, the
--- place of the request, its correlation ID, an outcome and a content. Outcomes:
---   started, kept  the request succeeded: the content is the state for the next one. `started`: it was the first one
---   ended          the request succeeded, and was the last one
---   broken         it did not succeed; the content says why. Requests with later places are not served any more
+-- `take` reads what `carpool.store.sequences` writes: the number of changes; if there are any, the index in KEYS of
+-- the sorted set of all sequences that are kept; and for each change the index in KEYS of the sequence's hash, its ID,
+-- the place of the request, its correlation ID, an outcome and a content. Outcomes: started, kept  the request
+-- succeeded: the content is the state for the next one. `started`: it was the first one ended          the request
+-- succeeded, and was the last one broken         it did not succeed; the content says why. Requests with later places
+-- are not served any more
 --
 -- A request may be refused while earlier ones of its sequence wait or are in flight: then the sequence is broken from
 -- the later place on, and the earlier ones are still served with its state. Several may be refused, in any order, with
--- starts between them. `broken_at` is the last such place, and `failed_at` the first one, if that is another: where the
--- state ends. Places are compared as text.
+-- starts between them. `broken_at` is the last such place, and `failed_at` the first one, if that is another: where
+-- the state ends. Places are compared as text.
 --
 -- A user may make a key or a field anything, so no command may raise. What cannot be written is lost: then the next
 -- request of the sequence is ABORTED, because there is no state for it.

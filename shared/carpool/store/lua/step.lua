@@ -5,9 +5,10 @@
 -- process (`chunks`, `chunk:N`). The caller says how many it believes there are. If it repeats a call whose reply was
 -- lost, they are there already, and are not written again.
 --
--- When its memory is full, Redis rejects a script at its first write, unless that never needs memory (see deliver.lua).
--- Chunks of requests that go on are written first, so that they are rejected then, and nothing else is written either:
--- the caller repeats the call without them. A request that ends frees memory, so its last chunks are not rejected.
+-- When its memory is full, Redis rejects a script at its first write, unless that never needs memory (see
+-- deliver.lua). Chunks of requests that go on are written first, so that they are rejected then, and nothing else is
+-- written either: the caller repeats the call without them. A request that ends frees memory, so its last chunks are
+-- not rejected.
 --
 -- This runs for each token, so all requests are one argument, and what can be done once for all of them is.
 --
@@ -15,9 +16,11 @@
 --       5.. lists and reply streams, stored bodies
 -- ARGV  1 consumer  2 maximum length of `settled`, 3 of `dead`  4 requests, a msgpack array  5.. final envelopes
 -- A request is an array:
---       1 batch ID  2 epoch  3 index in KEYS of its list or reply stream  4 kind, 'list' or 'stream'  5 result TTL (ms)
+--       1 batch ID  2 epoch  3 index in KEYS of its list or reply stream  4 kind, 'list' or 'stream'  5 result TTL
+--       (ms)
 --       6 number of chunks written before  7 envelopes of its chunks  8 fields and values of its progress that have
---       them, as another process needs them  9 TTL of its progress (ms), 0 to leave it as it is  10 execution time (us)
+--       them, as another process needs them  9 TTL of its progress (ms), 0 to leave it as it is  10 execution time
+--       (us)
 --       11 time that it waited for a process (us)  12 stored bodies to delete at its end: indexes in KEYS
 --       13 true if its recorded starts are to be forgotten (see answer.lua): it was not the cause of a death
 --     if it ended:

@@ -2,9 +2,9 @@
 -- does the same for those that it finds waiting.
 --
 -- An entry that was put back names the tickets that its requests have. Any producer can write such an entry, so they
--- count only if `held` has them in this entry.
+-- count only if `tickets` has them in this entry.
 --
--- KEYS  1 order   2 held
+-- KEYS  1 order   2 tickets
 -- ARGV  1 entries with tickets of their own: ID SIZE ID SIZE ...
 --       2.. list of entries that say that ranges were put back in them: ID; list of these ranges
 -- Returns { the number of tickets in the order, indexes in that list of the entries whose ranges are not theirs ... }

@@ -3,19 +3,19 @@
 -- The list `order` has an element for each entry: ENTRY SIZE BEFORE: the number of its tickets, and of
 -- all that were admitted before it, so that two elements tell how many tickets there are between them.
 
--- read_order(order, held): the place up to which all is done: `entry`, `size` and `position` (entry is nil if no
--- ticket is left), and `done`, the number of tickets before it. `advance` moves it, and `write_order` writes it. LINDEX
--- and not LRANGE: under the ACL rules of Redis 6, a role that may use LRANGE here may use it on every list that it can
--- read. O(1).
-local function read_order(order, held)
-  local place = { order = order, held = held, popped = 0, fields = {}, position = 0 }
+-- read_order(order, tickets): the place up to which all is done: `entry`, `size` and `position` (entry is nil if no
+-- ticket is left), and `done`, the number of tickets before it. `advance` moves it, and `write_order` writes it.
+-- LINDEX and not LRANGE: under the ACL rules of Redis 6, a role that may use LRANGE here may use it on every list that
+-- it can read. O(1).
+local function read_order(order, tickets)
+  local place = { order = order, tickets = tickets, popped = 0, fields = {}, position = 0 }
   function place.read()
     local element = redis.pcall('LINDEX', order, place.popped)
     local entry, size, before = string.match(type(element) == 'string' and element or '', '^(%S+) (%d+) (%d+)$')
     place.entry, place.size, place.position, place.done = entry, tonumber(size), 0, tonumber(before)
   end
   place.read()
-  local cursor = redis.pcall('HGET', held, 'cursor')
+  local cursor = redis.pcall('HGET', tickets, 'cursor')
   place.had_cursor = type(cursor) == 'string'
   local entry, position, done = string.match(place.had_cursor and cursor or '', '^(%S+) (%d+) (%d+)$')
   if entry and entry == place.entry then
@@ -29,11 +29,11 @@ local function next_ticket(place) return place.entry .. ':' .. place.position en
 
 -- advance(place, count, is_fresh): the next `count` tickets are done. `is_fresh`: their results were never withheld.
 local function advance(place, count, is_fresh)
-  -- A ticket that is alone in its entry is never put back, so that `held` has a field only for its withheld result.
+  -- A ticket that is alone in its entry is never put back, so that `tickets` has a field only for its withheld result.
   if not (is_fresh and place.size == 1) then place.fields[#place.fields + 1] = next_ticket(place) end
   place.position, place.done = place.position + count, place.done + count
   if place.position >= place.size then
-    local put_back = place.size > 1 and redis.pcall('HGET', place.held, place.entry)
+    local put_back = place.size > 1 and redis.pcall('HGET', place.tickets, place.entry)
     for first in string.gmatch(type(put_back) == 'string' and put_back or '', ' (%d+)') do
       place.fields[#place.fields + 1] = place.entry .. ':' .. first
     end
@@ -48,17 +48,17 @@ local function write_order(place)
   if place.popped > 0 then redis.pcall('LPOP', place.order, place.popped) end
   if place.had_cursor and (place.position == 0 or not place.entry) then place.fields[#place.fields + 1] = 'cursor' end
   for start = 1, #place.fields, 1000 do
-    redis.pcall('HDEL', place.held, unpack(place.fields, start, math.min(#place.fields, start + 999)))
+    redis.pcall('HDEL', place.tickets, unpack(place.fields, start, math.min(#place.fields, start + 999)))
   end
   if place.entry and place.position > 0 and (place.popped > 0 or place.position ~= place.written) then
     local cursor = string.format('%s %d %.0f', place.entry, place.position, place.done)
-    set_field(place.held, 'cursor', cursor)
+    set_field(place.tickets, 'cursor', cursor)
   end
 end
 
--- count_tickets(order, held): of requests that wait or are in flight, and of withheld results. O(1).
-local function count_tickets(order, held)
-  local place, last = read_order(order, held), redis.pcall('LINDEX', order, -1)
+-- count_tickets(order, tickets): of requests that wait or are in flight, and of withheld results. O(1).
+local function count_tickets(order, tickets)
+  local place, last = read_order(order, tickets), redis.pcall('LINDEX', order, -1)
   local size, before = string.match(type(last) == 'string' and last or '', ' (%d+) (%d+)$')
   return place.entry and size and before + size - place.done or 0
 end
@@ -94,24 +94,24 @@ end
 local function withhold(place, part)
   local entry, first = parse_ticket(part.field)
   if entry == place.entry and first < place.position then return false end
-  if not is_in_order(place.held, entry, first, part.count) then return false end
-  if redis.pcall('HSETNX', place.held, part.field, withheld(part)) == 1 then return true end
-  local is_stale = parse_waiting(redis.pcall('HGET', place.held, part.field))
-  return is_stale and set_field(place.held, part.field, withheld(part))
+  if not is_in_order(place.tickets, entry, first, part.count) then return false end
+  if redis.pcall('HSETNX', place.tickets, part.field, withheld(part)) == 1 then return true end
+  local is_stale = parse_waiting(redis.pcall('HGET', place.tickets, part.field))
+  return is_stale and set_field(place.tickets, part.field, withheld(part))
 end
 
--- release(order, held, arrived): deliver these results and withheld ones from the front of the order, up to the first
--- ticket whose result is not there yet, but at most about 1,000 results and 8 MiB: Redis serves nothing else meanwhile.
--- Those of `arrived` (see `take_result`) that are not delivered are withheld.
+-- release(order, tickets, arrived): deliver these results and withheld ones from the front of the order, up to the
+-- first ticket whose result is not there yet, but at most about 1,000 results and 8 MiB: Redis serves nothing else
+-- meanwhile. Those of `arrived` (see `take_result`) that are not delivered are withheld.
 -- Returns whether there is more to deliver. O(arrived + delivered), and O(bytes).
-local function release(order, held, arrived)
+local function release(order, tickets, arrived)
   local results_max, bytes_max = 1000, 8388608
-  local place, parts, results, size_bytes = read_order(order, held), {}, 0, 0
+  local place, parts, results, size_bytes = read_order(order, tickets), {}, 0, 0
   local has_more = false
   while place.entry do
     local field = next_ticket(place)
     local fresh = arrived[field]
-    local part = fresh or parse_withheld(redis.pcall('HGET', held, field))
+    local part = fresh or parse_withheld(redis.pcall('HGET', tickets, field))
     if not part then break end
     has_more = results >= results_max or size_bytes >= bytes_max
     if has_more then break end

@@ -2,13 +2,13 @@
 -- order. A ticket is lost if its request's entry was deleted by XDEL, or its batch by hand: no result will ever come,
 -- and the results behind it would be withheld for ever.
 --
--- KEYS  1 order   2 held; to free lost tickets also 3 requests   4 batches
+-- KEYS  1 order   2 tickets; to free lost tickets also 3 requests   4 batches
 -- Returns { 'MORE' }   there is more to do: run it again
 --       | { 'EMPTY' }  no tickets are left
 --       | { 'FIRST', number of tickets, entry and position of the first one, ID of the entry in which its request is
 --           if it waits }
--- O(results delivered + tickets freed), and O(bytes) of the results; with KEYS 3 and 4 also O(bytes) of an entry and of
--- all batches in flight: pass these keys only rarely.
+-- O(results delivered + tickets freed), and O(bytes) of the results; with KEYS 3 and 4 also O(bytes) of an entry and
+-- of all batches in flight: pass these keys only rarely.
 redis.pcall('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
 if release(KEYS[1], KEYS[2], {}) then return { 'MORE' } end
 

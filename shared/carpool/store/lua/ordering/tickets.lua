@@ -1,4 +1,4 @@
--- Tickets: the hash `held` says what is known of them. This file alone builds and parses its values.
+-- Tickets: the hash `tickets` says what is known of them. This file alone builds and parses its values.
 --
 -- A ticket is a place in an entry: ENTRY:POSITION, ENTRY being the ID under which its request arrived. Everything is
 -- kept for ranges of them, which have the name of their first ticket. A range is an argument ENTRY:FIRST+COUNT.
@@ -9,8 +9,8 @@
 --                 r COUNT KIND TTL_MS KEY PAYLOAD their results are withheld, in the form that `deliver` needs
 --   cursor        ENTRY POSITION DONE             the first entry of the order is done up to here; see order.lua
 --
--- What was not put back is in the entry in which it arrived, or in flight: the batch has its tickets. README.md in this
--- directory lists the transitions.
+-- What was not put back is in the entry in which it arrived, or in flight: the batch has its tickets. README.md in
+-- this directory lists the transitions.
 
 local function waiting_in(count, entry_id) return 'w ' .. count .. ' ' .. entry_id end
 
@@ -67,27 +67,27 @@ local function parse_ticket(ticket)
   return entry, tonumber(position)
 end
 
--- is_in_order(held, entry, first, count): whether these tickets were admitted, and their entry is not done.
-local function is_in_order(held, entry, first, count)
-  local value = redis.pcall('HGET', held, entry)
+-- is_in_order(tickets, entry, first, count): whether these tickets were admitted, and their entry is not done.
+local function is_in_order(tickets, entry, first, count)
+  local value = redis.pcall('HGET', tickets, entry)
   local size = type(value) == 'string' and tonumber(string.match(value, '^%d+'))
   return size and first + count <= size or false
 end
 
--- set_field(held, field, value): returns whether it could be set. HDEL and HSETNX instead of HSET: under the ACL rules
--- of Redis 6, a role that may use HSET here may use it on every hash that it can write. O(1).
-local function set_field(held, field, value)
-  redis.pcall('HDEL', held, field)
-  return redis.pcall('HSETNX', held, field, value) == 1
+-- set_field(tickets, field, value): returns whether it could be set. HDEL and HSETNX instead of HSET: under the ACL
+-- rules of Redis 6, a role that may use HSET here may use it on every hash that it can write. O(1).
+local function set_field(tickets, field, value)
+  redis.pcall('HDEL', tickets, field)
+  return redis.pcall('HSETNX', tickets, field, value) == 1
 end
 
--- mark_waiting(held, range, entry_id): a range was put back in this entry. O(times that requests of the
+-- mark_waiting(tickets, range, entry_id): a range was put back in this entry. O(times that requests of the
 -- entry in which they arrived were put back).
-local function mark_waiting(held, range, entry_id)
+local function mark_waiting(tickets, range, entry_id)
   local entry, first, count = parse_range(range)
-  if is_in_order(held, entry, first, count) then
-    set_field(held, entry, redis.pcall('HGET', held, entry) .. ' ' .. first)
-    set_field(held, entry .. ':' .. first, waiting_in(count, entry_id))
+  if is_in_order(tickets, entry, first, count) then
+    set_field(tickets, entry, redis.pcall('HGET', tickets, entry) .. ' ' .. first)
+    set_field(tickets, entry .. ':' .. first, waiting_in(count, entry_id))
   end
 end
 

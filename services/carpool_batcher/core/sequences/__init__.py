@@ -1,0 +1,1 @@
+"""Sequences: which request is the next, where there is space, and which are idle or broken."""

@@ -1,0 +1,1 @@
+"""What waits: limits and totals, lanes, fair turns of tenants, delays, copies, withdrawals."""

@@ -1,0 +1,110 @@
+"""Runs that must not be dispatched yet, the time at which each of them may be, and how many may wait for it.
+
+A delayed request takes a place in the queue for as long as its producer says, up to a day, and no worker can
+shorten that. So of each limit of the queue delayed requests take only a share (`max_delayed_share`): there is
+always space for others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+from carpool.messages.requests import PRIORITY_LEVELS, Run
+from carpool.model_settings import ModelSettings
+from carpool_batcher.core.waiting.batch_space import bytes_of
+
+
+class DelayedRuns:
+    """The waiting runs whose arrival, which a producer put off (`not_before`), is to come.
+
+    O(log n) to add and to release one. One that is removed stays in the heap until its time, or until most
+    of the heap is such. `requests`: how many these runs have; `bytes`: those of these.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.bytes = 0
+        self._by_priority = [0] * PRIORITY_LEVELS
+        self._runs: set[Run] = set()
+        self._heap: list[tuple[int, int, Run]] = []
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __contains__(self, run: Run) -> bool:
+        return run in self._runs
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._runs)
+
+    def add(self, run: Run) -> None:
+        """Hold this run until `run.arrival_us`."""
+        self._runs.add(run)
+        self._count(run, 1)
+        heapq.heappush(self._heap, (run.arrival_us, next(self._numbers), run))
+
+    def remove(self, run: Run) -> None:
+        """Hold this run no longer. It must be held."""
+        self._runs.remove(run)
+        self._count(run, -1)
+        if len(self._heap) > 2 * len(self._runs) + 64:
+            self._heap = [item for item in self._heap if item[2] in self._runs]
+            heapq.heapify(self._heap)
+
+    def take(self, run: Run, indexes: Sequence[int]) -> Run:
+        """Remove the requests of a run at these indexes, not all of them, and return them as a run."""
+        taken = run.take(indexes)
+        self._count(taken, -1)
+        return taken
+
+    def due(self, now_us: int) -> list[Run]:
+        """Remove and return the runs whose time has come."""
+        released: list[Run] = []
+        while self._heap and self._heap[0][0] <= now_us:
+            run = heapq.heappop(self._heap)[2]
+            if run in self._runs:
+                self._runs.remove(run)
+                self._count(run, -1)
+                released.append(run)
+        return released
+
+    def wake_at_us(self) -> int | None:
+        """When the next run is due; None if none is held. It may have been removed meanwhile."""
+        return self._heap[0][0] if self._runs else None
+
+    def _count(self, run: Run, sign: int) -> None:
+        self.requests += sign * len(run)
+        self.bytes += sign * bytes_of(run)
+        self._by_priority[run.priority] += sign * len(run)
+
+    # --- their share of the limits -------------------------------------------------------------------------
+
+    def have_space(self, run: Run, size_bytes: int, settings: ModelSettings) -> bool:
+        """Whether a run that has this many bytes may be held, too."""
+        number, space_bytes = self.space(run.priority, settings)
+        return len(run) <= number and size_bytes <= space_bytes
+
+    def space(self, priority: int, settings: ModelSettings) -> tuple[int, int]:
+        """How many more requests of this priority may be held, and of how many bytes."""
+        share = settings.max_delayed_share
+        number = _share_of(settings.max_queue_size, share) - self.requests
+        of_priority = settings.queue_size_of(priority)
+        if of_priority is not None:
+            number = min(number, _share_of(of_priority, share) - self._by_priority[priority])
+        return number, int(settings.max_queue_bytes * share) - self.bytes
+
+    def full(self, settings: ModelSettings) -> str:
+        """Why no more may be held, for a producer."""
+        return (
+            f"not_before: delayed requests have their share of the queue (max_delayed_share "
+            f"{settings.max_delayed_share:g}): {self.requests} of {self.bytes} bytes wait; try again later, "
+            "or without a delay"
+        )
+
+
+def _share_of(requests: int, share: float) -> int:
+    """A share of a number of requests; of a small number one, unless the share is 0."""
+    return max(int(requests * share), 1 if share else 0)

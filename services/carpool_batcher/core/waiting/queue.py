@@ -1,0 +1,473 @@
+"""The waiting queue of a model: all lanes, their totals, and the limits on what may wait.
+
+Requests begin and cease to wait only here, so that the totals are always right. Of a sequence only the
+head is in a lane; its followers wait in `core.sequences`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Final, NamedTuple
+
+from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
+from carpool.messages.requests import PRIORITY_LEVELS, Run
+from carpool.messages.results import Refusal
+from carpool.model_settings import ModelSettings
+from carpool.rows import StoredBody
+from carpool_batcher.core.decisions import duplicate, refusal
+from carpool_batcher.core.sequences.sequences import Decided, Sequences
+from carpool_batcher.core.waiting.batch_space import NO_LIMIT, BatchLimits, bytes_of, sizes_bytes
+from carpool_batcher.core.waiting.delayed import DelayedRuns
+from carpool_batcher.core.waiting.duplicates import BodiesInUse, WaitingIds, repeated_in
+from carpool_batcher.core.waiting.fairness import EQUAL_SHARES, Shares, Slice, Turns, TurnsByRank, shares_of
+from carpool_batcher.core.waiting.lane import Lane, PoppedBatch
+from carpool_batcher.core.waiting.withdrawals import ArrivedLater
+
+MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
+_Pop = Callable[[BatchLimits, Shares], PoppedBatch]
+_IsSentAgain = Callable[[tuple[str | None, str]], bool]
+
+
+class _Limit(NamedTuple):
+    """A limit on what may wait: how many more requests, or bytes, may; and why a request is refused by it."""
+
+    space: int
+    reason: str
+    detail: Callable[[Sequence[int]], str]  # of the sizes, in bytes, of the requests that are refused
+
+
+class Queue:
+    """The waiting runs of one model.
+
+    `count` and `bytes` are totals over all requests of all lanes. `arrived`: how many were ever admitted that
+    the model is expected to execute. `withheld` is the number of results that wait for earlier tickets
+    (`preserve_ordering`): they count against `max_queue_size`. `changed` has the names of lanes that changed
+    since the Dispatcher last looked, which empties it. Of a bound model, the heads of the sequences of each
+    process are in lanes of their own. `delayed` has the runs that are in no lane yet, because their producers
+    put them off; they count, too. `ids` says which requests wait twice, and `bodies` has the names of stored
+    bodies. `turns` are those of tenants, by rank, over all lanes.
+    """
+
+    def __init__(self, sequences: Sequences | None = None) -> None:
+        self.count = 0
+        self.bytes = 0
+        self.arrived = 0
+        self.withheld = 0
+        self.turns = TurnsByRank(Turns)
+        self.lanes: dict[str, Lane] = {"": Lane("", turns=self.turns)}  # only this one may be empty
+        self.changed: set[str] = set()
+        self.delayed = DelayedRuns()
+        self.ids = WaitingIds()
+        self.bodies = BodiesInUse()
+        self._count_by_priority = [0] * PRIORITY_LEVELS
+        self._sequences = Sequences() if sequences is None else sequences
+        # In no lane yet, followers and delayed runs: to be served behind all others when they are in one.
+        self._expired_outside: set[Run] = set()
+        self._lanes_of: dict[str, set[str]] = {}  # the names of lanes by process, of a bound model
+        self._settings: ModelSettings | None = None  # of the following
+        self._shares = EQUAL_SHARES
+
+    def __contains__(self, run: Run) -> bool:
+        name = run.lane if run.sequence is None else self._sequences.lane_name(run)
+        lane = self.lanes.get(name)
+        return (lane is not None and run in lane) or self._is_follower(run) or run in self.delayed
+
+    def _is_follower(self, run: Run) -> bool:
+        return run.sequence is not None and run in self._sequences.followers
+
+    def runs(self) -> Iterator[Run]:
+        """All waiting runs."""
+        return chain(chain.from_iterable(self.lanes.values()), self._sequences.followers, self.delayed)
+
+    @property
+    def undelayed(self) -> int:
+        """The number of waiting requests that are not delayed."""
+        return self.count - self.delayed.requests
+
+    # --- admitting -----------------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        run: Run,
+        settings: ModelSettings,
+        now_us: int = 0,
+        is_sent_again: _IsSentAgain = lambda request: False,
+    ) -> list[Refusal]:
+        """Admit a run, or as much of it as the limits allow. Returns the Refusals of the others, which are
+        taken out of the run; if none is admitted, one of the Refusals is of the run itself.
+
+        A request that is not admitted and `is_sent_again` gets no answer: the first copy of it has one. The
+        later copies of requests give their places to others, so there may be Refusals of other runs.
+        """
+        refusals: list[Refusal] = []
+        if len(run.correlation_ids) > 1 and len(set(run.correlation_ids)) < len(run.correlation_ids):
+            refusals.append(duplicate(run.take(repeated_in(run, set()))))
+        if settings.max_batch_cost is not None and run.cost > settings.max_batch_cost:
+            detail = f"cost: {run.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
+            return refusals + _refuse(run, is_sent_again, INVALID_ARGUMENT, "cost", detail)
+        is_delayed = run.not_before_ms > 0 and run.arrival_us > now_us
+        size_bytes, count = bytes_of(run), len(run.correlation_ids)
+        if (
+            self.count + self.withheld + count <= settings.max_queue_size
+            and self.bytes + size_bytes <= settings.max_queue_bytes
+            and (not settings.priority_policies or count <= self._priority_space(run.priority, settings))
+            and (not is_delayed or self.delayed.have_space(run, size_bytes, settings))
+        ):
+            self._insert(run, size_bytes, is_delayed=is_delayed)
+            return refusals
+        copies = _part(run, _sent_again(run, is_sent_again))
+        if copies is not None:
+            refusals.append(duplicate(copies))
+        if copies is run:
+            return refusals
+        refusals += self._drop_copies()
+        return refusals + self._admit_part(run, settings, is_delayed=is_delayed)
+
+    def _insert(self, run: Run, size_bytes: int, *, is_delayed: bool = False) -> None:
+        if run.sequence is not None:
+            self._sequences.add(run)
+        else:
+            if is_delayed:
+                self.delayed.add(run)
+            else:
+                self._enter_lane(run, run.lane, size_bytes)
+            self.ids.add(run)
+        count = len(run.correlation_ids)
+        self.count += count
+        if not run.is_doubtful:
+            self.arrived += count
+        self.bytes += size_bytes
+        bodies = run.bodies
+        if type(bodies) is list and (type(bodies[0]) is StoredBody or len(bodies) > 1):
+            self.bodies.add(run)
+        self._count_by_priority[run.priority] += count
+
+    def release(self, now_us: int) -> list[Run]:
+        """Let the delayed runs whose time has come enter their lanes, and return them."""
+        released = self.delayed.due(now_us)
+        for run in released:
+            self._enter_lane(run, run.lane, bytes_of(run))
+            self._move_if_expired(run)
+        return released
+
+    def _enter_lane(self, run: Run, name: str, size_bytes: int) -> None:
+        lane = self.lanes.get(name)
+        if lane is None:
+            lane = self.lanes[name] = self._new_lane(run, name)
+        lane.insert(run, size_bytes)
+        self.changed.add(name)
+
+    def _new_lane(self, run: Run, name: str) -> Lane:
+        if name == run.lane:
+            return Lane(name, turns=self.turns)
+        process = self._sequences.process_of(run)
+        self._lanes_of.setdefault(process, set()).add(name)
+        return Lane(name, run.lane, process, self.turns)
+
+    def _admit_part(self, run: Run, settings: ModelSettings, *, is_delayed: bool) -> list[Refusal]:
+        """Admit the requests of a run in order, each if there is space for it."""
+        by_number, by_bytes = self._limits_of(run, settings, is_delayed=is_delayed)
+        bytes_max = by_bytes.space
+        admitted = 0
+        over_count: list[int] = []
+        over_bytes: list[int] = []
+        sizes = sizes_bytes(run)
+        for at, size_bytes in enumerate(sizes):
+            if admitted >= by_number.space:
+                over_count.append(at)
+            elif size_bytes > bytes_max:
+                over_bytes.append(at)
+            else:
+                admitted += 1
+                bytes_max -= size_bytes
+        refusals: list[Refusal] = []
+        # Those over the count are at the end, so the other indexes stay valid.
+        refused = [
+            (by_number, over_count, _part(run, over_count)),
+            (by_bytes, over_bytes, _part(run, over_bytes)),
+        ]
+        if admitted:
+            self._insert(run, bytes_of(run), is_delayed=is_delayed)
+        for limit, indexes, part in reversed(refused):
+            if part is not None:
+                detail = limit.detail([sizes[at] for at in indexes])
+                refusals.append(refusal(part, RESOURCE_EXHAUSTED, limit.reason, detail))
+        return refusals
+
+    def _limits_of(self, run: Run, settings: ModelSettings, *, is_delayed: bool) -> tuple[_Limit, _Limit]:
+        """How many more requests like those of a run may wait, and of how many bytes."""
+        numbers = [
+            _Limit(
+                settings.max_queue_size - self.count - self.withheld, "queue_size", self._full_of_requests
+            ),
+            _Limit(
+                self._priority_space(run.priority, settings),
+                "queue_size",
+                lambda sizes: _full_for_priority(run.priority),
+            ),
+        ]
+        sizes = [_Limit(settings.max_queue_bytes - self.bytes, "queue_bytes", self._full_of_bytes)]
+        if is_delayed:
+            number, size_bytes = self.delayed.space(run.priority, settings)
+            numbers.append(_Limit(number, "delayed", lambda sizes: self.delayed.full(settings)))
+            sizes.append(_Limit(size_bytes, "delayed", lambda sizes: self.delayed.full(settings)))
+        return min(numbers, key=lambda limit: limit.space), min(sizes, key=lambda limit: limit.space)
+
+    def _priority_space(self, priority: int, settings: ModelSettings) -> int:
+        """How many more requests of a priority may wait by the limit of this priority."""
+        limit = settings.queue_size_of(priority)
+        return NO_LIMIT if limit is None else limit - self._count_by_priority[priority]
+
+    def _full_of_requests(self, refused_sizes: Sequence[int]) -> str:
+        content = f"{self.count} requests wait"
+        if self.withheld:
+            content += f", {self.withheld} results are withheld until earlier ones are done"
+        return f"the queue is full (max_queue_size): {content}; try again later"
+
+    def _full_of_bytes(self, refused_sizes: Sequence[int]) -> str:
+        least, most = min(refused_sizes), max(refused_sizes)
+        size = f"{most}" if least == most else f"{least} to {most}"
+        return (
+            f"the queue is full (max_queue_bytes): {self.bytes} bytes wait, and this request has {size}; "
+            "try again later"
+        )
+
+    # --- removing ------------------------------------------------------------------------------------------
+
+    def pop_batch(self, lane: Lane, size: int, settings: ModelSettings) -> PoppedBatch:
+        """Remove and return the next batch of a lane, of at most `size` requests."""
+        return self._pop(lane, lane.pop_batch, _limits(size, settings), settings)
+
+    def pop_run(self, lane: Lane, limits: BatchLimits, settings: ModelSettings) -> PoppedBatch:
+        """Remove and return the requests of one run of a lane that are next, as many as the limits allow."""
+        return self._pop(lane, lane.pop_run, limits, settings)
+
+    def _pop(self, lane: Lane, pop: _Pop, limits: BatchLimits, settings: ModelSettings) -> PoppedBatch:
+        count_before, bytes_before = lane.count, lane.bytes
+        batch = pop(limits, self.shares(settings))
+        self.count -= count_before - lane.count
+        self.bytes -= bytes_before - lane.bytes
+        for run in batch.runs:
+            self._count_by_priority[run.priority] -= len(run.correlation_ids)
+        if self.bodies.waiting:
+            for run in batch.runs:
+                self.bodies.remove(run, is_popped=True)
+        self.ids.remove(batch.runs)
+        self._drop_if_empty(lane)
+        if self._sequences:
+            for run in batch.runs:
+                self._sequences.take(run)
+        return batch
+
+    def awaited(self, run: Run) -> str:
+        """What a waiting run waits for, other than its batch, to tell its producer; '' if for nothing."""
+        return "" if run.sequence is None else self._sequences.awaited(run)
+
+    def remove(self, run: Run) -> None:
+        """Remove a run. It must be waiting. If it is part of a sequence, that is broken."""
+        size_bytes = bytes_of(run)
+        self._count_removed(run, size_bytes)
+        if self._is_follower(run):
+            self._expired_outside.discard(run)
+        elif run in self.delayed:
+            self._expired_outside.discard(run)
+            self.delayed.remove(run)
+        else:
+            lane = self._lane_of(run)
+            lane.remove(run, size_bytes)
+            self._drop_if_empty(lane)
+        if run.sequence is not None:
+            self._sequences.removed(run)
+
+    def take(self, run: Run, indexes: Sequence[int]) -> Run:
+        """Remove the requests of a waiting run at these ascending indexes, at least one, and return them as a
+        run: the run itself if that is all."""
+        if len(indexes) == len(run.correlation_ids):
+            self.remove(run)
+            return run
+        if run in self.delayed:
+            taken = self.delayed.take(run, indexes)
+            self._count_removed(taken, bytes_of(taken))
+            return taken
+        lane = self._lane_of(run)
+        taken = lane.take(run, indexes)
+        self._count_removed(taken, bytes_of(taken))
+        self._drop_if_empty(lane)
+        return taken
+
+    def withdraw(self, arrived_later: ArrivedLater) -> list[Refusal]:
+        """Remove the requests with these correlation IDs, except in the runs that arrived later than their
+        withdrawal. Returns their answers. O(all waiting)."""
+        names = frozenset(arrived_later)
+        named = [run for run in self.runs() if not names.isdisjoint(run.correlation_ids)]
+        refusals: list[Refusal] = []
+        answered: set[tuple[str | None, str]] = set()
+        for run in named:
+            indexes = [
+                at
+                for at, name in enumerate(run.correlation_ids)
+                if name in names and run not in (arrived_later[name] or ())
+            ]
+            if indexes:
+                taken = self.take(run, indexes)
+                copies = _part(taken, repeated_in(taken, answered))
+                if copies is not None:
+                    refusals.append(duplicate(copies))
+                if copies is not taken:
+                    refusals.append(refusal(taken, CANCELLED, "withdrawn", "withdrawn by its producer"))
+        return refusals
+
+    def take_duplicates(self, dispatched: Iterable[Run]) -> list[Refusal]:
+        """Remove the requests that repeat one of these, which are in flight now. They get no answer of their
+        own: that of the first copy is theirs."""
+        return self._remove_copies(self.ids.later_copies(dispatched))
+
+    def _drop_copies(self) -> list[Refusal]:
+        """Remove what waits more than once, except for its first copy. O(copies)."""
+        if not self.ids.repeated:
+            return []
+        refusals = self._remove_copies(self.ids.all_later())
+        self.ids.forget_later()
+        return refusals
+
+    def _remove_copies(self, copies: Mapping[Run, set[str]]) -> list[Refusal]:
+        refusals: list[Refusal] = []
+        for run, names in copies.items():
+            indexes = [at for at, name in enumerate(run.correlation_ids) if name in names]
+            if indexes:
+                refusals.append(duplicate(self.take(run, indexes)))
+        return refusals
+
+    def forget(self, runs: Iterable[Run]) -> None:
+        """Remove those of these runs that wait, without an answer."""
+        for run in runs:
+            if run in self:
+                self.remove(run)
+
+    def _count_removed(self, run: Run, size_bytes: int) -> None:
+        count = len(run.correlation_ids)
+        self.count -= count
+        self.bytes -= size_bytes
+        self._count_by_priority[run.priority] -= count
+        self.ids.remove((run,))
+        if self.bodies.waiting:
+            self.bodies.remove(run)
+
+    def _drop_if_empty(self, lane: Lane) -> None:
+        self.changed.add(lane.name)
+        if lane.count or not lane.name:
+            return
+        del self.lanes[lane.name]  # producers choose the names: empty lanes would pile up
+        if lane.process:
+            names = self._lanes_of[lane.process]
+            names.remove(lane.name)
+            if not names:
+                del self._lanes_of[lane.process]
+
+    def _lane_of(self, run: Run) -> Lane:
+        """The lane of a waiting run that is no follower."""
+        return self.lanes[run.lane if run.sequence is None else self._sequences.lane_name(run)]
+
+    # --- sequences -----------------------------------------------------------------------------------------
+
+    def follow(self, decided: Decided) -> None:
+        """Followers became heads of their sequences, or do not wait any more."""
+        for run in decided.heads:
+            self._enter_lane(run, self._sequences.lane_name(run), bytes_of(run))
+            self._move_if_expired(run)
+        for refused in decided.refusals:
+            if refused.run is not None:
+                self._expired_outside.discard(refused.run)
+                self._count_removed(refused.run, bytes_of(refused.run))
+
+    def follow_again(self, head: Run) -> None:
+        """A head becomes a follower, because its model process is gone, or drains."""
+        lane = self._lane_of(head)
+        if head in lane.expired:
+            self._expired_outside.add(head)
+        lane.remove(head, bytes_of(head))
+        self._drop_if_empty(lane)
+
+    def look_again(self, process: str) -> None:
+        """A process of a bound model began or ended a batch: whether its lanes can be served has changed."""
+        self.changed |= self._lanes_of.get(process, set())
+
+    # --- deadlines -----------------------------------------------------------------------------------------
+
+    def mark_urgent(self, run: Run) -> None:
+        """A waiting run must be dispatched now to meet its deadline. A follower or delayed run cannot be."""
+        if self._is_follower(run) or run in self.delayed:
+            return
+        lane = self._lane_of(run)
+        lane.urgent.add(run)
+        self.changed.add(lane.name)
+
+    def move_expired(self, run: Run) -> None:
+        """A waiting run expired, and is served behind all others. One in no lane is so once it is in one."""
+        if self._is_follower(run) or run in self.delayed:
+            self._expired_outside.add(run)
+            return
+        lane = self._lane_of(run)
+        lane.move_expired(run)
+        self.changed.add(lane.name)
+
+    def _move_if_expired(self, run: Run) -> None:
+        """A run that is in a lane now: whether it expired before."""
+        if run in self._expired_outside:
+            self._expired_outside.remove(run)
+            self.move_expired(run)
+
+    def has_expired(self, run: Run) -> bool:
+        """Whether a waiting run is served behind all others, because it expired."""
+        if self._is_follower(run) or run in self.delayed:
+            return run in self._expired_outside
+        return run in self._lane_of(run).expired
+
+    # --- reading -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def has_full_batch(lane: Lane, settings: ModelSettings) -> bool:
+        """Whether a batch of this lane could not grow by waiting."""
+        if lane.count >= settings.max_batch_size or lane.bytes >= MAX_BATCH_BYTES:
+            return True
+        return settings.max_batch_cost is not None and lane.cost >= settings.max_batch_cost
+
+    def peek_batch(self, lane: Lane, settings: ModelSettings) -> list[Slice]:
+        """The requests that `pop_batch` would return, without removing them."""
+        return lane.peek_batch(_limits(settings.max_batch_size, settings), self.shares(settings))
+
+    def shares(self, settings: ModelSettings) -> Shares:
+        """By what the turns of tenants are counted."""
+        if settings is not self._settings:
+            self._settings, self._shares = settings, shares_of(settings)
+        return self._shares
+
+
+def _limits(size: int, settings: ModelSettings) -> BatchLimits:
+    cost = NO_LIMIT if settings.max_batch_cost is None else settings.max_batch_cost
+    return BatchLimits(size, cost, MAX_BATCH_BYTES)
+
+
+def _part(run: Run, indexes: Sequence[int]) -> Run | None:
+    """Take the requests at these indexes out of a run: the run itself if they are all, None if none."""
+    if not indexes:
+        return None
+    return run if len(indexes) == len(run) else run.take(indexes)
+
+
+def _sent_again(run: Run, is_sent_again: _IsSentAgain) -> list[int]:
+    if run.sequence is not None:
+        return []
+    return [at for at, name in enumerate(run.correlation_ids) if is_sent_again((run.reply_to, name))]
+
+
+def _refuse(run: Run, is_sent_again: _IsSentAgain, status: str, reason: str, detail: str) -> list[Refusal]:
+    """The Refusals of all requests of a run."""
+    copies = _part(run, _sent_again(run, is_sent_again))
+    refusals = [] if copies is None else [duplicate(copies)]
+    return refusals if copies is run else [*refusals, refusal(run, status, reason, detail)]
+
+
+def _full_for_priority(priority: int) -> str:
+    return f"the queue is full for priority {priority} (priority_policies); try again later"
