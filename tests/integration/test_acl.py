@@ -375,13 +375,15 @@ def test_admin_overrides_settings(no_denials: Secured) -> None:
     assert json.loads(changed.stdout)["max_queue_size"]["value"] == "77"
     assert no_denials.stack.redis.hgetall(key) == {b"max_queue_size": b"77"}
 
-    def followed() -> bool:
+    def size_in_force() -> str | None:
         changes = no_denials.stack.events("settings changed")
-        return any(change.get("max_queue_size") == "77" for change in changes)
+        sizes = [change["max_queue_size"] for change in changes if "max_queue_size" in change]
+        return sizes[-1] if sizes else None
 
-    wait_until(followed, description="the batcher, which may read it, follows")
+    wait_until(lambda: size_in_force() == "77", description="the batcher, which may read it, follows")
     assert run(no_denials, "admin", "config", "square", "max_queue_size=").returncode == 0
     assert not no_denials.stack.redis.exists(key)
+    wait_until(lambda: size_in_force() != "77", description="the batcher has read that it was undone")
 
 
 def test_admin_sends_requests(no_denials: Secured) -> None:
