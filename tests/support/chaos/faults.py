@@ -20,10 +20,8 @@ from support.waiting import Stopwatch, wait_until
 
 BATCHER_S: Final = 3.0
 # A batch whose process died is executed one request at a time, to find the one that is the cause.
-ONE_AT_A_TIME_S: Final = 32 * 0.02
-PROCESS_S: Final = 0.5 + ONE_AT_A_TIME_S
-# A worker has two batches at most. Others look four times in a lease whether it has run out.
-WORKER_S: Final = LEASE_S + LEASE_S / 4 + 0.5 + 2 * ONE_AT_A_TIME_S
+PROCESS_S: Final = 0.5 + 32 * 0.02
+WORKER_S: Final = LEASE_S + 1
 CONNECTION_S: Final = 15.0
 FLOOD_SPEED: Final = 10
 FLOOD_ENTRIES: Final = 3000

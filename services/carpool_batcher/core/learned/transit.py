@@ -25,9 +25,7 @@ from typing import Final, NamedTuple
 
 TIMES_MAX: Final = 64  # kept of each kind
 TRUSTED_TIMES_MIN: Final = 8  # of fewer the shortest counts: those of a cold start are far too long
-LONGEST_TRANSIT_RATIO_MAX: Final = (
-    2  # of the longest transit that counts, to that which nine of ten do not exceed
-)
+LONGEST_TRANSIT_RATIO_MAX: Final = 2  # of the longest that counts, to what nine of ten do not exceed
 FORGOTTEN_AFTER_BATCHES: Final = 1000  # of other magnitudes
 PAUSE_US: Final = 50_000  # without a batch that settles, after which what was learned may be outdated
 OUTDATED_RATIO_MIN: Final = 2  # of the usual round trip to that of a batch after a pause
