@@ -80,7 +80,7 @@ class TopSettings(ConnectionSettings):
                 waiting: its deadline passed before it was dispatched
                 dispatched late: less than l(n) was left when its batch could begin
                 computed long: the model took longer than was left
-                delivered late: executed in time, but transit took too long
+                delivered late: executed in time, but its transit to the worker and back took too long
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})

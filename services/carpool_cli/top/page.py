@@ -221,10 +221,8 @@ def _missing(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
 
 def _of_batches(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
     if model.policy:
-        yield (
-            "policy",
-            [f"{model.policy}, not that of the settings" if model.rejected_settings else model.policy],
-        )
+        remark = ", not that of the settings" if model.rejected_settings else ""
+        yield "policy", [f"{model.policy}{remark}"]
     if model.over_s is not None:
         yield "dispatch reasons", _reasons(model)
     if model.withheld:

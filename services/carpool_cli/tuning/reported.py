@@ -7,7 +7,7 @@ from carpool_cli.tuning.simulator import World, lognormal
 
 
 def has_transit(report: BatcherReport | None) -> bool:
-    """Whether batches have settled since this batcher took over, so that it knows it."""
+    """Whether batches have settled since this batcher took over, so that it knows the transit."""
     return report is not None and report.transit_us[0] > 0
 
 

@@ -12,7 +12,7 @@ from carpool.store.connection import Argument, Link, Script
 from carpool.store.directory import no_errors
 from carpool.wire.batches import FIELDS_ADDED, decode_dead_letter
 
-# The settings that bound the dead letters of a model, in the order of `trim_dead.lua`.
+# The settings that limit the dead letters of a model, in the order of `trim_dead.lua`.
 DEAD_LETTER_LIMITS: Final = ("max_dead_letter_age_ms", "max_dead_letters", "max_dead_letter_bytes")
 _TRIM_DEAD: Final = Script("trim_dead")
 _PAGE: Final = 16  # dead letters read at a time: each has the body of its request
