@@ -354,8 +354,8 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "early, waiting: more arrives than the workers can serve; start workers. dispatched_late: its "
             "batch could not begin in time; start workers, or try the policy deferred. computed_long: the "
             "model took longer than was learned, or than deadlines allow; look at the device, allow more "
-            "time, or make batches smaller. delivered_late: the transit to the worker and back took too long; "
-            "look at the CPU of Redis and of all processes, and for workers that ended.",
+            "time, or make batches smaller. delivered_late: the transit to the worker and back took too "
+            "long; look at the CPU of Redis and of all processes, and for workers that ended.",
             {"{{cause}}": "sum by (cause) (rate(carpool_missed_deadlines_total{M}[T]))"},
             stacked=True,
         ),
