@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from redis import Redis
 
+from carpool_worker.fetcher import RECLAIMS_PER_LEASE
 from support.chaos.run import KEYS, LEASE_S, Run
 from support.chaos.servers import ServersOf, alone, behind_a_network, in_a_cluster, with_a_sentinel
 from support.proxy import Direction, Proxy
@@ -19,9 +20,12 @@ from support.stack import frozen
 from support.waiting import Stopwatch, wait_until
 
 BATCHER_S: Final = 3.0
-# A batch whose process died is executed one request at a time, to find the one that is the cause.
-PROCESS_S: Final = 0.5 + 32 * 0.02
-WORKER_S: Final = LEASE_S + 1
+# What a process had when it died is executed one request at a time, to find the one that is the cause. Each
+# takes 20 ms, and 5 ms in which Redis notes that it starts, and what became of it. A process has one batch
+# that it executes. A worker that dies also has the next one, already fetched, and is missed after its lease.
+ALONE_S: Final = 32 * (0.02 + 0.005)
+PROCESS_S: Final = 0.5 + ALONE_S
+WORKER_S: Final = LEASE_S + LEASE_S / RECLAIMS_PER_LEASE + 2 * ALONE_S
 CONNECTION_S: Final = 15.0
 FLOOD_SPEED: Final = 10
 FLOOD_ENTRIES: Final = 3000

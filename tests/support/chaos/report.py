@@ -32,7 +32,9 @@ and others. Its requests do not count, but nothing of them may be left over.
 - lost: accepted, and without a result; duplicated: more final results than were asked for; misrouted: a
   result of another request; left over: keys or pending batches that should not be there when all is answered.
 - recovery: from the fault until a new request is answered, or, where a worker or its model process is the
-  victim, until all batches that were in flight are settled. From the end of the fault where it has one.
+  victim, until all batches that were in flight are settled. From the end of the fault where it has one. Its
+  bound for a worker: the lease, and the time of two full batches, one request at a time: what killed a worker
+  must not take others with it.
 - memory: the most that a process, or Redis, had.
 
 Measured on {machine}; seeds {seeds}.
