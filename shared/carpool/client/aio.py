@@ -60,6 +60,7 @@ from carpool.client.options import (
     checked_timeout_s,
     optional_fields,
 )
+from carpool.client.reading import ResultReader
 from carpool.client.retries import each_with_retries, left_of, with_retries
 from carpool.client.sequences import AsyncSequence, SequenceProgress
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
@@ -129,7 +130,8 @@ class AsyncClient:
         self._open: dict[tuple[Channel, str, float | None, Sink], OutgoingEntry] = {}
         self._encoder = BodyEncoder()
         self._lookup = ModelLookup(_weakly(self._call), self._prefix)
-        self._values, self._replies, self._streams = FutureSink(), ReplySink(), StreamSink()
+        self._reader = reader = ResultReader()
+        self._values, self._replies, self._streams = FutureSink(reader), ReplySink(reader), StreamSink(reader)
         self._lookups: set[asyncio.Task[None]] = set()  # of models, for streams
         self._timeouts = Timeouts(_weakly(self._on_timeout))
         self._opening: asyncio.Future[None] | None = None
@@ -358,7 +360,7 @@ class AsyncClient:
         size = (
             len(bodies) if isinstance(bodies, np.ndarray) and bodies.ndim and not return_exceptions else None
         )
-        gathering = Gathering(self._loop, size=size, keep_errors=return_exceptions)
+        gathering = Gathering(self._reader, self._loop, size=size, keep_errors=return_exceptions)
         try:
             if isinstance(bodies, np.ndarray) and (head := self._encoder.head_of_rows(bodies, options)):
                 await self._send_rows(channel, bodies, head, options, gathering, in_flight)
@@ -398,7 +400,7 @@ class AsyncClient:
         channel = self._channels.get(model)
         if channel is None:
             channel, options = await self._find(model, options)
-        window = Window(self._loop)
+        window = Window(self._reader, self._loop)
         try:
             async for body in source:
                 self._add_or_fail(channel, body, options, window)
@@ -742,7 +744,7 @@ class AsyncClient:
             target = entry.awaited[correlation_id]
             self._awaited.remove(correlation_id, target)
             entry.sink.fail(target, _unconfirmed(correlation_id))
-        if not isinstance(entry.sink, StreamSink):
+        if not entry.sink.takes_chunks:
             return
         unheard = [name for name, target in entry.awaited.items() if not target.index]  # others were accepted
         names: dict[str, str] = {}

@@ -17,7 +17,6 @@ from typing import Any, Final
 import msgpack
 
 from carpool.client.sinks import Sink
-from carpool.client.streams import StreamSink
 from carpool.keys import Keys
 from carpool.rows import BODY_TTL_MS
 from carpool.store.connection import Command
@@ -230,7 +229,7 @@ class OutgoingEntry:
                 _check_numbers(run.fields)
         parts: list[Any] = ["XADD", self.channel.keys.requests, "*", "content_type", self.content_type]
         parts += ["reply_to", reply_to, "reply_columns", 1]
-        if isinstance(self.sink, StreamSink):
+        if self.sink.takes_chunks:
             parts += ["stream", 1]
         if self.timeout_s is not None:
             parts += ["expiration", max(1, self._timeout_ms - elapsed_ms)]

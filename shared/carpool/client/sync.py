@@ -78,7 +78,11 @@ class _Submission(NamedTuple):
 class _ThreadClient(AsyncClient):
     """AsyncClient with requests of other threads, whose results go to the futures of these threads."""
 
-    _thread_futures = ThreadFutureSink()
+    def __init__(
+        self, url: str | None, *, prefix: str | None, timeout: float | None, durability: str
+    ) -> None:
+        super().__init__(url, prefix=prefix, timeout=timeout, durability=durability)
+        self._thread_futures = ThreadFutureSink(self._reader)
 
     @property
     def is_idle(self) -> bool:
