@@ -349,7 +349,7 @@ async def test_infer_many_that_ends_early_withdraws_or_expires(
         with pytest.raises(asyncio.CancelledError):
             await task
         await wait_in_thread(lambda: service.withdrawn == ids, "all are withdrawn")
-    assert not client._awaited
+    assert not client._packer.awaited
     service.paused.clear()
     assert await client.infer(MODEL, 5) == 5
 
@@ -372,7 +372,7 @@ def test_reconnection_loses_nothing(server: RedisWithSocket, loop: str) -> None:
                     connection.abort()
             assert same(await many, rows)
             np.testing.assert_array_equal(await single, rows[:200])
-            assert not client._awaited
+            assert not client._packer.awaited
 
     def connections(client: AsyncClient) -> list[Any]:
         links = transport_of(client)._writer, transport_of(client)._reader

@@ -10,7 +10,8 @@ import pytest
 
 from carpool.client import sinks
 from carpool.client.awaited import AwaitedRequests
-from carpool.client.entries import NO_FIELDS, Channel, OutgoingEntry
+from carpool.client.entries import Channel, OutgoingEntry
+from carpool.client.options import NO_FIELDS
 from carpool.client.reading import ResultReader
 from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX, FutureSink, Reply, ReplySink, Window
 from carpool.errors import InternalError

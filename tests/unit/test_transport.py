@@ -13,7 +13,8 @@ import pytest
 
 from carpool.client import transport
 from carpool.client.durability import Durability
-from carpool.client.entries import NO_FIELDS, Channel, OutgoingEntry, SequencesEnded
+from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
+from carpool.client.options import NO_FIELDS
 from carpool.client.reading import ResultReader
 from carpool.client.sinks import FutureSink
 from carpool.client.transport import Transport, failure

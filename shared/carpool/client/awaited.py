@@ -44,7 +44,7 @@ class AwaitedRequests:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def of_entries(self) -> list[OutgoingEntry]:
+    def entries_as_sent(self) -> list[OutgoingEntry]:
         """The entry of each request, once, in the order in which they were sent."""
         return list(dict.fromkeys(self.entries.values()))
 
@@ -109,7 +109,7 @@ class AwaitedRequests:
             else:
                 positions.setdefault(entry.sink, []).append(at)
         for sink, of_sink in positions.items():
-            targets = [self._take_target(entry, ids[at]) for at in of_sink if (entry := entries[at])]
+            targets = [self._pop_target(entry, ids[at]) for at in of_sink if (entry := entries[at])]
             sink.put_columns(targets, columns if len(of_sink) == len(ids) else columns.select(of_sink))
 
     def _on_chunk(self, envelope: Envelope) -> None:
@@ -132,7 +132,7 @@ class AwaitedRequests:
         if entry is None:
             self.late_results += envelope["status"] == OK
         else:
-            entry.sink.put(self._take_target(entry, correlation_id), envelope)
+            entry.sink.put(self._pop_target(entry, correlation_id), envelope)
 
     def _log_warnings(self, sentences: Any) -> None:
         """Log what a result says about its request, each sentence once."""
@@ -142,7 +142,7 @@ class AwaitedRequests:
                 self._logged.add(text)
                 _LOG.warning("a request was sent with a mistake: %s", text)
 
-    def _take_target(self, entry: OutgoingEntry, correlation_id: str) -> Any:
+    def _pop_target(self, entry: OutgoingEntry, correlation_id: str) -> Any:
         """Remove a request that has its result from its entry; return its target."""
         target = entry.awaited.pop(correlation_id)
         if not entry.awaited:
@@ -179,7 +179,7 @@ class AwaitedRequests:
         if entry is None or entry.awaited[correlation_id] is not target:
             return None
         del self.entries[correlation_id]
-        self._take_target(entry, correlation_id)
+        self._pop_target(entry, correlation_id)
         return entry
 
     def remove_all(self, sink: Sink) -> Iterator[tuple[OutgoingEntry, Iterable[str]]]:
