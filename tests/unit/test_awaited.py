@@ -10,7 +10,9 @@ import pytest
 
 from carpool.client import sinks
 from carpool.client.awaited import AwaitedRequests
-from carpool.client.entries import NO_FIELDS, Channel, OutgoingEntry
+from carpool.client.entries import Channel, OutgoingEntry
+from carpool.client.options import NO_FIELDS
+from carpool.client.reading import ResultReader
 from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX, FutureSink, Reply, ReplySink, Window
 from carpool.errors import InternalError
 from carpool.keys import Keys
@@ -36,7 +38,7 @@ def awaiting(*correlation_ids: str) -> tuple[AwaitedRequests, dict[str, asyncio.
     channel = Channel(Keys("m"), b"replies", 100)
     futures = {}
     for correlation_id in correlation_ids:
-        entry = OutgoingEntry(channel, JSON, None, FutureSink())
+        entry = OutgoingEntry(channel, JSON, None, FutureSink(ResultReader()))
         futures[correlation_id] = loop.create_future()
         entry.add(correlation_id, futures[correlation_id], NO_FIELDS, b"", b"1")
         awaited.entries[correlation_id] = entry
@@ -88,7 +90,7 @@ async def test_malformed_columns_concern_only_themselves() -> None:
 
 @pytest.mark.parametrize("columns_kept_bytes", [COLUMN_KEPT_BYTES_MAX, 8])
 @pytest.mark.parametrize("datatype", ["FP32", "BF16"])
-@pytest.mark.parametrize("sink", [FutureSink(), ReplySink(), None])
+@pytest.mark.parametrize("sink", [FutureSink(ResultReader()), ReplySink(ResultReader()), None])
 async def test_results_may_be_written_to_alone_and_of_a_batch(
     sink: Any, datatype: str, columns_kept_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +100,7 @@ async def test_results_may_be_written_to_alone_and_of_a_batch(
         targets: dict[str, Any] = {}
         windows: list[Window] = []
         for number, size in enumerate(sizes):
-            windows.append(Window(loop))
+            windows.append(Window(ResultReader(), loop))
             of_entry = sink or windows[-1]
             entry = OutgoingEntry(Channel(Keys("m"), b"replies", 100), MSGPACK, None, of_entry)
             for name in (f"{number}-{at}" for at in range(size)):

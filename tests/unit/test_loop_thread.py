@@ -260,7 +260,7 @@ def test_client_of_a_model_reads_only_what_its_worker_gives(
     monkeypatch.setenv("CARPOOL_REDIS_URL", "redis://producer:p@10.0.0.2/0")
     monkeypatch.setenv("CARPOOL_PREFIX", "mine")
     client = AsyncClient()
-    assert (client.address, client._prefix) == ("redis://10.0.0.2/0", "mine")
+    assert (client.address, client._producer.prefix) == ("redis://10.0.0.2/0", "mine")
     monkeypatch.setenv("CARPOOL_REDIS_URL", "nowhere")
     with pytest.raises(InvalidArgumentError, match="url: must begin with"):
         AsyncClient()

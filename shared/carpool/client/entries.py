@@ -12,12 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgpack
 
 from carpool.client.sinks import Sink
-from carpool.client.streams import StreamSink
 from carpool.keys import Keys
 from carpool.rows import BODY_TTL_MS
 from carpool.store.connection import Command
@@ -28,7 +27,6 @@ MAX_ENDED_SEQUENCES: Final = 5000  # in one entry, of which a batcher reads at m
 LARGE_BODY_BYTES: Final = 16 * 1024
 STORED_BYTES_RATIO: Final = 16  # a stored body takes this much less of MAX_ENTRY_BYTES
 INT_BITS_MAX: Final = 64
-NO_FIELDS: Final[Mapping[str, Any]] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +40,21 @@ class Channel:
     untrimmed_entries: int = 0  # entries that were read and still take memory in Redis
     has_chunks: bool = False  # some of these entries have chunks
     withdrawn_ids: list[str] = field(default_factory=list)  # correlation IDs to withdraw with the next flush
+
+    def rows_max(self, row_bytes: int) -> int:
+        """How many requests with bodies of this size an entry takes."""
+        return max(1, min(self.entry_requests_max, MAX_ENTRY_BYTES // row_bytes))
+
+
+class Encoded(NamedTuple):
+    """The body of a request as bytes: `head + rest`, of a content type in its canonical form.
+
+    The head may be empty. Requests with the same one, as tensors of one shape have it, share it in an entry.
+    """
+
+    content_type: str
+    head: bytes
+    rest: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -230,7 +243,7 @@ class OutgoingEntry:
                 _check_numbers(run.fields)
         parts: list[Any] = ["XADD", self.channel.keys.requests, "*", "content_type", self.content_type]
         parts += ["reply_to", reply_to, "reply_columns", 1]
-        if isinstance(self.sink, StreamSink):
+        if self.sink.takes_chunks:
             parts += ["stream", 1]
         if self.timeout_s is not None:
             parts += ["expiration", max(1, self._timeout_ms - elapsed_ms)]

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import secrets
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
 from carpool.client.options import SEQUENCE_OPTIONS, RequestOptions, check_sequence_id
+from carpool.client.producer import Producer
 from carpool.errors import AbortedError, InvalidArgumentError
 
 
@@ -25,17 +27,19 @@ class SequenceProgress:
     """How far a sequence has come. Used on the event loop's thread.
 
     `next_options` has the options of the next request. If that can be sent, `on_sent` is called, and with its
-    outcome `on_done`. `losses` is how often the client has lost a connection.
+    outcome `on_done`.
     """
 
-    def __init__(self, model: str, sequence_id: str) -> None:
-        check_sequence_id(sequence_id)
+    def __init__(self, producer: Producer, model: str, sequence_id: str | None) -> None:
+        name = f"py-{secrets.token_hex(8)}" if sequence_id is None else sequence_id
+        check_sequence_id(name)
         self.model: Final = model
-        self.sequence_id: Final = sequence_id
+        self.sequence_id: Final = name
+        self._producer = producer
         self._why_over = "its block was not entered"  # why no request can be sent; empty if one can
         self._index = 0  # of the next request
         self._unanswered = 0
-        self._losses = 0  # when it began
+        self._losses = 0  # how often the producer had lost a connection when it began
         self._has_failed = False
         self._has_ended = False  # with the result of its last request
         self._pid = os.getpid()
@@ -83,11 +87,11 @@ class SequenceProgress:
         }
         return {**options, **numbered}
 
-    def on_sent(self, losses: int, *, end: bool) -> int:
+    def on_sent(self, *, end: bool) -> int:
         """The request was sent. Returns its index."""
         index = self._index
         if index == 0:
-            self._losses = losses
+            self._losses = self._producer.packer.transport.losses
         if end:
             self._why_over = "it has ended; restart() begins it again"
         self._index += 1
@@ -103,16 +107,23 @@ class SequenceProgress:
             self._has_failed = True
             self._why_over = f"its request {index} failed ({error}); restart() begins it again"
 
-    def leave(self, losses: int) -> bool:
-        """No more requests. Returns whether the sequence is to be ended by force.
+    def end(self) -> None:
+        """No more requests. A sequence that has begun, and has not ended, is ended by force.
 
-        That is so even after its last request if a connection was lost meanwhile: requests that were sent
-        twice may be left over, and would wait for a sequence of the same name to begin.
+        So it is even after its last request if a connection was lost meanwhile: requests that were sent twice
+        may be left over, and would wait for a sequence of the same name to begin.
         """
         self._why_over = "its block was left"
-        if self.is_inherited:
-            return False
-        return self._index > 0 and not (self._has_ended and losses == self._losses)
+        producer, packer = self._producer, self._producer.packer
+        has_ended = self._has_ended and packer.transport.losses == self._losses
+        if self._index > 0 and not has_ended and not self.is_inherited:
+            packer.end_sequence(producer.channels[self.model], self.sequence_id)
+
+    def restart(self) -> None:
+        """End it, and begin again. Raises RuntimeError if requests have no outcome yet."""
+        self.check_answered()
+        self.end()
+        self.begin()
 
 
 class AsyncSequence:
@@ -123,12 +134,10 @@ class AsyncSequence:
         progress: SequenceProgress,
         enter: Callable[[SequenceProgress], Coroutine[Any, Any, None]],
         send: Callable[[SequenceProgress, Any, RequestOptions, bool], asyncio.Future[Any]],
-        end: Callable[[SequenceProgress], None],
     ) -> None:
         self._progress = progress
         self._enter = enter
         self._send = send
-        self._end = end
         self._in_flight: set[asyncio.Future[Any]] = set()
 
     @property
@@ -155,9 +164,7 @@ class AsyncSequence:
 
     def restart(self) -> None:
         """Begin again with the next request. Raises RuntimeError if earlier ones have no result yet."""
-        self._progress.check_answered()
-        self._end(self._progress)
-        self._progress.begin()
+        self._progress.restart()
 
     async def __aenter__(self) -> Self:
         await self._enter(self._progress)
@@ -171,7 +178,7 @@ class AsyncSequence:
             while kind is None and self._in_flight:
                 await asyncio.wait(self._in_flight)
         finally:
-            self._end(self._progress)
+            self._progress.end()
 
 
 class BlockingSequence:
