@@ -1,0 +1,106 @@
+"""Answers of HTTP as bytes, and errors as answers. Pure."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Final
+
+from carpool.errors import (
+    ABORTED,
+    CANCELLED,
+    DEADLINE_EXCEEDED,
+    HTTP_STATUS,
+    INTERNAL,
+    INVALID_ARGUMENT,
+    NOT_FOUND,
+    PERMISSION_DENIED,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    UNIMPLEMENTED,
+    CarpoolError,
+)
+
+JSON_HEADER: Final = b"content-type: application/json\r\n"
+RETRY_AFTER: Final = b"retry-after: 1\r\n"
+_UNAUTHENTICATED: Final = "UNAUTHENTICATED"
+# The status in the body of an error that HTTP alone knows, beside those that HTTP_STATUS has.
+_STATUS_OF: Final = {
+    400: INVALID_ARGUMENT,
+    401: _UNAUTHENTICATED,
+    403: PERMISSION_DENIED,
+    404: NOT_FOUND,
+    405: UNIMPLEMENTED,
+    408: DEADLINE_EXCEEDED,
+    409: ABORTED,
+    410: NOT_FOUND,
+    413: INVALID_ARGUMENT,
+    415: INVALID_ARGUMENT,
+    417: INVALID_ARGUMENT,
+    422: INVALID_ARGUMENT,
+    429: RESOURCE_EXHAUSTED,
+    431: INVALID_ARGUMENT,
+    499: CANCELLED,
+    500: INTERNAL,
+    501: UNIMPLEMENTED,
+    503: UNAVAILABLE,
+    504: DEADLINE_EXCEEDED,
+    505: UNIMPLEMENTED,
+}
+_TOO_LARGE_RESULT: Final = "max_result_bytes"
+
+
+def _line(code: int) -> bytes:
+    phrase = "Client Closed Request" if code == 499 else HTTPStatus(code).phrase
+    return f"HTTP/1.1 {code} {phrase}\r\n".encode()
+
+
+STATUS_LINES: Final = {code: _line(code) for code in (*map(int, HTTPStatus), 499)}
+
+
+class Refusal(Exception):
+    """A request is answered with this status of HTTP and this sentence. `headers` are lines with their ends."""
+
+    def __init__(
+        self, code: int, detail: str, *, status: str = "", headers: bytes = b"", correlation_id: str = ""
+    ) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+        self.status = status or _STATUS_OF[code]
+        self.headers = headers
+        self.correlation_id = correlation_id
+
+
+def refusal_of(error: CarpoolError) -> Refusal:
+    """The answer to a request that failed. It may be tried again where that can help."""
+    return failure(error.status, error.detail, error.correlation_id or "")
+
+
+def failure(status: str, detail: str, correlation_id: str) -> Refusal:
+    """The answer to a request whose result has this status."""
+    code = HTTP_STATUS.get(status, 500)
+    headers = b""
+    if status == RESOURCE_EXHAUSTED and _TOO_LARGE_RESULT in detail:
+        code = 500  # sending it again will not help
+    elif code in (429, 503):
+        headers = RETRY_AFTER
+    return Refusal(code, detail, status=status, headers=headers, correlation_id=correlation_id)
+
+
+def error_body(refusal: Refusal) -> bytes:
+    """The body of an error: `error`, `status`, and `correlation_id` if the request has one."""
+    fields = {"error": refusal.detail, "status": refusal.status}
+    if refusal.correlation_id:
+        fields["correlation_id"] = refusal.correlation_id
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def method_not_allowed(method: str, allowed: str) -> Refusal:
+    """The refusal of a method that a path does not have. `allowed`: those that it has."""
+    return Refusal(405, f"{method:.20} is not possible here; use {allowed}", headers=allow(allowed))
+
+
+def allow(allowed: str) -> bytes:
+    """The header that lists the methods of a path."""
+    return f"allow: {allowed}\r\n".encode()

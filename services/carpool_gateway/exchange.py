@@ -1,0 +1,109 @@
+"""A request of HTTP and its answer, as handlers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from carpool_gateway.answers import JSON_HEADER, Refusal, error_body
+
+if TYPE_CHECKING:
+    from carpool_gateway.server import Connection
+
+# Handles an exchange whose body is complete: at once, or in a task.
+Handler = Callable[["Exchange"], Coroutine[Any, Any, None] | None]
+
+
+class Exchange:
+    """One request, from its headers until it is answered, or its client has gone.
+
+    `headers`: names in small letters; of a header that came several times, all values with commas.
+    `body`: complete when the handler is called. `body_bytes`: what of it is held in memory.
+    `on_gone`: called once if the client goes away before the answer is written.
+    `route`: what the path means, for metrics. `extra`: what the handler keeps for itself.
+    """
+
+    __slots__ = (
+        "body",
+        "body_bytes",
+        "code",
+        "connection",
+        "extra",
+        "handler",
+        "headers",
+        "is_chunked",
+        "is_gone",
+        "is_last",
+        "key_name",
+        "method",
+        "model",
+        "on_gone",
+        "path",
+        "query",
+        "refusal",
+        "request_id",
+        "route",
+        "started_s",
+    )
+
+    def __init__(self, connection: Connection, started_s: float) -> None:
+        self.connection = connection
+        self.started_s = started_s
+        self.method = self.path = self.query = self.request_id = self.key_name = self.model = ""
+        self.route = "none"
+        self.headers: dict[bytes, bytes] = {}
+        self.body = b""
+        self.body_bytes = 0
+        self.code = 0  # of the answer; 0: there is none yet
+        self.handler: Handler | None = None
+        self.refusal: Refusal | None = None  # it is answered with this, and has no handler
+        self.is_last = False  # the connection ends with its answer
+        self.is_gone = False
+        self.is_chunked = False  # the answer is written in parts
+        self.on_gone: Callable[[Exchange], None] | None = None
+        self.extra: Any = None
+
+    def header(self, name: bytes) -> str:
+        """A header's value; empty if there is none."""
+        return self.headers.get(name, b"").decode("latin-1")
+
+    def segments(self) -> list[str]:
+        """The parts of the path, decoded: of /a/b%2Fc these are a and b/c. Raises Refusal."""
+        parts = self.path.split("/")[1:]
+        if "%" not in self.path:
+            return parts
+        try:
+            return [unquote(part, errors="strict") for part in parts]
+        except UnicodeDecodeError:
+            raise Refusal(400, "the path is not UTF-8") from None
+
+    def respond(self, code: int, headers: bytes, body: bytes) -> None:
+        """Answer. `headers`: lines with their ends, without those that all answers have. Does nothing if the
+        client has gone."""
+        if not (self.is_gone or self.code):
+            self.code = code
+            self.connection.write_answer(self, headers, body)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Answer with an error. If a part of the answer was written, the connection ends instead."""
+        if self.is_chunked:
+            self.connection.abort()
+        else:
+            self.respond(refusal.code, JSON_HEADER + refusal.headers, error_body(refusal))
+
+    def begin(self, code: int, headers: bytes) -> None:
+        """Begin an answer that is written in parts."""
+        if not self.is_gone:
+            self.code, self.is_chunked = code, True
+            self.connection.write_head(self, headers)
+
+    async def write(self, part: bytes) -> None:
+        """Write a part that is not empty; wait while the client reads too slowly."""
+        if not self.is_gone:
+            await self.connection.write_part(self, part)
+
+    def end(self) -> None:
+        """The last part was written."""
+        if not self.is_gone:
+            self.connection.write_end(self)

@@ -1,0 +1,533 @@
+"""HTTP/1.1: the connections of clients, on asyncio's protocols and the parser httptools.
+
+    bytes ─▶ parser ─▶ headers: App.accept ─▶ body, within limits ─▶ handler ─▶ answer ─▶ next request
+
+- Every wait has a deadline on the clock, which no byte moves: for headers, for the body, between requests, for the
+  client to read. They are looked at together, four times a second, so a request pays nothing for them.
+- `App.accept` gets a request when its headers are complete. What it refuses is refused before its body is read or
+  asked for (`Expect: 100-continue`). A small body is read and dropped, so that the connection can be used again.
+- Requests of one connection are handled one after the other. Those that a client sends ahead are parsed and wait;
+  there are not many, because nothing more is read meanwhile.
+- A client that closes the connection, or its half of it, has gone: `Exchange.on_gone` tells the handler.
+- After an answer that ends the connection before all was read, what still comes is read and dropped for a moment.
+  Otherwise TCP would reset the connection, and the client might lose the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Callable
+from email.utils import formatdate
+from enum import Enum, auto
+from math import inf
+from typing import Final, Protocol
+
+import httptools
+import structlog
+
+from carpool.errors import CarpoolError
+from carpool_gateway.answers import STATUS_LINES, Refusal, error_body, refusal_of
+from carpool_gateway.exchange import Exchange
+from carpool_gateway.limits import BodyMemory, Limits, too_large
+
+SWEEP_S: Final = 0.25  # how often deadlines are looked at
+LINGER_S: Final = 2.0  # for a client to take the last answer
+DRAIN_IDLE_S: Final = 1.0  # for connections between two requests, when the server drains
+AHEAD_MAX: Final = 8  # requests that were sent ahead, until nothing more is read
+DROPPED_BYTES_MAX: Final = 64 * 1024  # of a refused request, if the connection is to be used again
+JOINED_BYTES_MAX: Final = 64 * 1024  # an answer up to this size is written in one piece
+
+_HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_SINGLE: Final = frozenset(  # headers that make no sense twice
+    (b"host", b"content-length", b"content-type", b"authorization", b"x-api-key", b"idempotency-key")
+)
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LAST_PART: Final = b"0\r\n\r\n"
+
+
+class App(Protocol):
+    """What the server serves."""
+
+    def accept(self, exchange: Exchange) -> None:
+        """The headers are complete: set the handler and the route, or raise Refusal."""
+
+    def on_done(self, exchange: Exchange) -> None:
+        """The answer was written, or the client has gone (`is_gone`)."""
+
+
+class _Phase(Enum):
+    IDLE = auto()  # nothing of a request has come
+    HEAD = auto()
+    BODY = auto()
+    ENDED = auto()  # nothing more is parsed
+
+
+class Server:
+    """The listening sockets, all connections, and what they share. Used on the event loop's thread."""
+
+    def __init__(self, app: App, limits: Limits, name: str) -> None:
+        self.app = app
+        self.limits = limits
+        self.memory = BodyMemory(limits.memory_bytes)
+        self.connections: set[Connection] = set()
+        self.date = b""
+        self.is_draining = False
+        self.log = structlog.get_logger()
+        self._name = name
+        self._requests = 0
+        self._listener: asyncio.Server | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._emptied: asyncio.Future[None] | None = None
+
+    async def listen(self, host: str, port: int) -> int:
+        """Begin to accept connections. Returns the port. Raises OSError."""
+        self.loop = asyncio.get_running_loop()
+        self._listener = await self.loop.create_server(lambda: Connection(self), host, port, backlog=1024)
+        self._sweep()
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    def next_request_id(self) -> str:
+        """The ID of a request whose client names none."""
+        self._requests += 1
+        return f"{self._name}-{self._requests}"
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose headers are complete and that are not answered."""
+        return sum(connection.in_flight for connection in self.connections)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Answer what has begun, end all connections, and accept no more. Returns whether all was answered.
+
+        Answers end their connections from now on. A connection between two requests may have one on its way,
+        and so may one that is not accepted yet: they have DRAIN_IDLE_S.
+        """
+        self.is_draining = True
+        self._emptied = self.loop.create_future()
+        deadline_s = self.loop.time() + DRAIN_IDLE_S
+        for connection in self.connections:
+            connection.on_drain(deadline_s)
+        await asyncio.sleep(min(DRAIN_IDLE_S, timeout_s))
+        assert self._listener is not None
+        self._listener.close()
+        if self.connections:
+            await asyncio.wait([self._emptied], timeout=timeout_s)
+        all_answered = not self.in_flight
+        for connection in list(self.connections):
+            connection.abort()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        return all_answered
+
+    def forget(self, connection: Connection) -> None:
+        """A connection has ended."""
+        self.connections.discard(connection)
+        if not self.connections and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
+
+    def _sweep(self) -> None:
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+        self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
+        now_s = self.loop.time()
+        for connection in [one for one in self.connections if one.deadline_s <= now_s]:
+            connection.on_deadline()
+
+
+class Connection(asyncio.Protocol):
+    """One client. asyncio calls what is here first, then the parser, then the exchange."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._limits = server.limits
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport
+        self._phase = _Phase.IDLE
+        self._incoming: Exchange | None = None  # of which not all has come
+        self._parts: list[bytes] = []  # of its body
+        self._head_bytes = 0
+        self._url = b""
+        self._current: Exchange | None = None  # which is handled
+        self._ahead: deque[Exchange] = deque()
+        self._is_reading_paused = False
+        self._is_advancing = False
+        self._writable: asyncio.Future[None] | None = None  # set while the client reads too slowly
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.deadline_s = inf
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose headers are complete and that are not answered."""
+        return len(self._ahead) + (self._current is not None) + (self._phase is _Phase.BODY)
+
+    # --- called by asyncio ---------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        server = self._server
+        server.connections.add(self)
+        self.deadline_s = server.loop.time() + (
+            DRAIN_IDLE_S if server.is_draining else self._limits.head_s
+        )
+        if len(server.connections) > self._limits.connections:
+            self._end_with(Refusal(503, "too many connections: try again", headers=b"retry-after: 1\r\n"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._phase is _Phase.ENDED:
+            return
+        if self._phase is _Phase.HEAD or self._phase is _Phase.IDLE:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # No other protocol is spoken here. The request was parsed; what follows it cannot be.
+            self._phase = _Phase.ENDED
+            for exchange in (*self._ahead, self._current):
+                if exchange is not None:
+                    exchange.is_last = True
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            if not isinstance(cause, Refusal):
+                self._server.log.exception("request failed", exc_info=cause or error)
+                cause = Refusal(500, "the gateway failed; its log says more")
+            self._end_with(cause)
+        except httptools.HttpParserError as error:
+            self._end_with(Refusal(400, f"malformed request: {str(error) or type(error).__name__}"))
+        else:
+            if self._phase is _Phase.HEAD and self._head_bytes > self._limits.head_bytes:
+                self._end_with(self._head_too_large())
+
+    def eof_received(self) -> bool:
+        return False  # asyncio closes the transport: the client has gone
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._phase = _Phase.ENDED
+        self.deadline_s = inf
+        self._server.forget(self)
+        unanswered = [one for one in (self._current, *self._ahead, self._incoming) if one is not None]
+        self._current = self._incoming = None
+        self._ahead.clear()
+        self._parts.clear()
+        self.resume_writing()
+        for exchange in unanswered:
+            exchange.is_gone = True
+            if exchange.on_gone is not None:
+                exchange.on_gone(exchange)
+            self._release(exchange)
+            self._server.app.on_done(exchange)
+
+    def pause_writing(self) -> None:
+        self._writable = self._server.loop.create_future()
+        self.deadline_s = self._server.loop.time() + self._limits.write_s
+
+    def resume_writing(self) -> None:
+        if self._writable is not None:
+            writable, self._writable = self._writable, None
+            writable.set_result(None)
+            if self._current is not None:
+                self.deadline_s = inf
+            elif self._phase is _Phase.IDLE:
+                self._set_idle_deadline()
+
+    # --- called by the parser ------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        now_s = self._server.loop.time()
+        self._incoming = Exchange(self, now_s)
+        self._phase = _Phase.HEAD
+        self._url = b""
+        if self._current is None:
+            self.deadline_s = now_s + self._limits.head_s
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        exchange = self._incoming
+        assert exchange is not None
+        name, headers = name.lower(), exchange.headers
+        if name not in headers:
+            headers[name] = value
+        elif name in _SINGLE:
+            raise Refusal(400, f"the header {name.decode('latin-1')} came twice")
+        else:
+            headers[name] += b", " + value
+        if len(headers) > self._limits.headers or len(headers[name]) > self._limits.head_bytes:
+            raise self._head_too_large()
+
+    def on_headers_complete(self) -> None:
+        exchange = self._incoming
+        assert exchange is not None
+        self._head_bytes = 0
+        self._phase = _Phase.BODY
+        if self._current is None:
+            self.deadline_s = self._server.loop.time() + self._limits.body_s
+        self._read_head(exchange)
+        try:
+            self._server.app.accept(exchange)
+            self._check_announced_body(exchange)
+        except Refusal as refusal:
+            if not self._can_drop_body(exchange):
+                raise
+            exchange.refusal = refusal
+        else:
+            if b"expect" in exchange.headers:
+                self._transport.write(_CONTINUE)
+
+    def _read_head(self, exchange: Exchange) -> None:
+        """The request line, and headers that concern the connection. Raises Refusal."""
+        parser, headers = self._parser, exchange.headers
+        exchange.method = parser.get_method().decode("ascii")
+        given = headers.get(b"x-request-id")
+        exchange.request_id = (
+            given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else self._server.next_request_id()
+        )
+        version = parser.get_http_version()
+        exchange.is_last = version != "1.1" or not parser.should_keep_alive()
+        if version not in ("1.0", "1.1"):
+            raise Refusal(505 if version != "0.9" else 400, "use HTTP/1.1")
+        host = headers.get(b"host")
+        if (host is None and version == "1.1") or (host is not None and not _HOST.fullmatch(host)):
+            raise Refusal(400, "the header Host is missing, or malformed")
+        if b"transfer-encoding" in headers:
+            if b"content-length" in headers:
+                raise Refusal(400, "Content-Length and Transfer-Encoding exclude each other")
+            if version == "1.0" or headers[b"transfer-encoding"].lower() != b"chunked":
+                raise Refusal(400, "the only Transfer-Encoding is chunked, in HTTP/1.1")
+        if headers.get(b"expect", b"100-continue").lower() != b"100-continue":
+            raise Refusal(417, "the only Expect is 100-continue")
+        self._read_target(exchange)
+
+    def _read_target(self, exchange: Exchange) -> None:
+        url = self._url
+        if not url.startswith(b"/"):  # absolute, * or, of CONNECT, an authority
+            try:
+                parsed = httptools.parse_url(url) if url != b"*" and exchange.method != "CONNECT" else None
+            except httptools.HttpParserInvalidURLError:
+                raise Refusal(400, "the request's target is malformed") from None
+            path, query = (b"*", b"") if parsed is None else (parsed.path or b"/", parsed.query or b"")
+        else:
+            path, _, query = url.partition(b"?")
+        if not url.isascii():
+            raise Refusal(400, "the path must be ASCII, with other characters as %XX")
+        exchange.path, exchange.query = path.decode("ascii"), query.decode("ascii")
+
+    def _check_announced_body(self, exchange: Exchange) -> None:
+        """Count a body of known length before anything of it is read. Raises Refusal."""
+        announced = exchange.headers.get(b"content-length")
+        if announced is None:
+            return
+        if not announced.isdigit():  # the parser refuses those that are no numbers
+            raise Refusal(400, "Content-Length is no number")
+        size = int(announced)
+        if size > self._limits.body_bytes:
+            raise too_large(self._limits.body_bytes)
+        self._server.memory.take(size)
+        exchange.body_bytes = size
+
+    def _can_drop_body(self, exchange: Exchange) -> bool:
+        """Whether the connection can be used after a refusal: the body is short, and will come."""
+        headers = exchange.headers
+        if b"transfer-encoding" in headers or b"expect" in headers:
+            return False
+        length = headers.get(b"content-length", b"0")
+        return length.isdigit() and int(length) <= DROPPED_BYTES_MAX
+
+    def on_body(self, body: bytes) -> None:
+        exchange = self._incoming
+        assert exchange is not None
+        if exchange.refusal is not None:
+            return
+        if b"transfer-encoding" in exchange.headers:
+            if exchange.body_bytes + len(body) > self._limits.body_bytes:
+                raise too_large(self._limits.body_bytes)
+            self._server.memory.take(len(body))
+            exchange.body_bytes += len(body)
+        self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        exchange = self._incoming
+        assert exchange is not None
+        self._incoming = None
+        self._phase = _Phase.ENDED if exchange.is_last else _Phase.IDLE
+        parts, self._parts = self._parts, []
+        exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._handle(exchange)
+
+    def _head_too_large(self) -> Refusal:
+        limits = self._limits
+        return Refusal(431, f"at most {limits.headers} headers, of {limits.head_bytes} bytes in all")
+
+    # --- handling ------------------------------------------------------------------------------------------
+
+    def _handle(self, exchange: Exchange) -> None:
+        """Handle a request, once those before it are answered."""
+        if self._current is not None:
+            self._ahead.append(exchange)
+            if len(self._ahead) >= AHEAD_MAX and not self._is_reading_paused:
+                self._is_reading_paused = True
+                self._transport.pause_reading()
+            return
+        self._current = exchange
+        self.deadline_s = inf
+        if exchange.refusal is not None:
+            exchange.refuse(exchange.refusal)
+            return
+        handler = exchange.handler
+        assert handler is not None
+        try:
+            coroutine = handler(exchange)
+        except Exception as error:
+            self._refuse_failed(exchange, error)
+            return
+        if coroutine is not None:
+            task = self._server.loop.create_task(self._run(exchange, coroutine))
+            self._tasks.add(task)  # the event loop has only a weak reference
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, exchange: Exchange, coroutine: object) -> None:
+        try:
+            await coroutine  # type: ignore[misc]
+        except Exception as error:
+            self._refuse_failed(exchange, error)
+
+    def _refuse_failed(self, exchange: Exchange, error: Exception) -> None:
+        """A handler raised: answer with its Refusal or CarpoolError, or that the gateway failed."""
+        if isinstance(error, CarpoolError):
+            error = refusal_of(error)
+        elif not isinstance(error, Refusal):
+            self._server.log.error("request failed", request=exchange.request_id, exc_info=error)
+            error = Refusal(500, "the gateway failed; its log says more")
+        exchange.refuse(error)
+
+    def _on_answered(self, exchange: Exchange) -> None:
+        """The answer was given to the transport: go on with the next request."""
+        self._release(exchange)
+        self._current = None
+        self._server.app.on_done(exchange)
+        if exchange.is_last:
+            self._end()
+            return
+        if not self._ahead:
+            if self._writable is None:
+                self._set_idle_deadline()
+        elif not self._is_advancing:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Handle what was sent ahead, without recursion where handlers answer at once."""
+        self._is_advancing = True
+        while self._ahead and self._current is None and self._phase is not None:
+            self._handle(self._ahead.popleft())
+        self._is_advancing = False
+        if self._is_reading_paused and len(self._ahead) < AHEAD_MAX and not self._transport.is_closing():
+            self._is_reading_paused = False
+            self._transport.resume_reading()
+
+    def _set_idle_deadline(self) -> None:
+        """Between requests, or while one is read of which the beginning has come during the last one."""
+        limits = self._limits
+        wait_s = {_Phase.HEAD: limits.head_s, _Phase.BODY: limits.body_s}.get(self._phase, limits.idle_s)
+        if self._server.is_draining and self._phase is _Phase.IDLE:
+            wait_s = DRAIN_IDLE_S
+        self.deadline_s = self._server.loop.time() + wait_s
+
+    def _release(self, exchange: Exchange) -> None:
+        self._server.memory.release(exchange.body_bytes)
+        exchange.body_bytes = 0
+        exchange.body = b""
+
+    # --- writing -------------------------------------------------------------------------------------------
+
+    def write_answer(self, exchange: Exchange, headers: bytes, body: bytes) -> None:
+        """Write a whole answer."""
+        length = b"" if exchange.code == 204 else b"content-length: %d\r\n" % len(body)
+        head = self._head(exchange, headers + length)
+        if exchange.method == "HEAD" or not body:
+            self._transport.write(head)
+        elif len(body) <= JOINED_BYTES_MAX:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        self._on_answered(exchange)
+
+    def write_head(self, exchange: Exchange, headers: bytes) -> None:
+        """Begin an answer of unknown length."""
+        if exchange.connection._parser.get_http_version() == "1.0":
+            exchange.is_last = True
+        else:
+            headers += b"transfer-encoding: chunked\r\n"
+        self._transport.write(self._head(exchange, headers))
+
+    async def write_part(self, exchange: Exchange, part: bytes) -> None:
+        """Write a part of such an answer, once the client has read enough."""
+        while self._writable is not None:
+            await asyncio.shield(self._writable)
+        if not exchange.is_gone:
+            self._transport.writelines((b"%x\r\n" % len(part), part, b"\r\n"))
+
+    def write_end(self, exchange: Exchange) -> None:
+        """End such an answer."""
+        self._transport.write(_LAST_PART)
+        self._on_answered(exchange)
+
+    def _head(self, exchange: Exchange, headers: bytes) -> bytes:
+        if self._server.is_draining:
+            exchange.is_last = True
+        ending = b"connection: close\r\n\r\n" if exchange.is_last else b"\r\n"
+        request_id = exchange.request_id.encode("ascii")
+        return b"%bserver: carpool\r\n%bx-request-id: %b\r\n%b%b" % (
+            STATUS_LINES[exchange.code],
+            self._server.date,
+            request_id,
+            headers,
+            ending,
+        )
+
+    # --- ending --------------------------------------------------------------------------------------------
+
+    def _end_with(self, refusal: Refusal) -> None:
+        """Answer the incoming request with a refusal, after those before it, and end the connection."""
+        exchange = self._incoming or Exchange(self, self._server.loop.time())
+        self._incoming = None
+        self._parts.clear()
+        self._phase = _Phase.ENDED
+        exchange.is_last, exchange.refusal = True, refusal
+        exchange.request_id = exchange.request_id or self._server.next_request_id()
+        self._handle(exchange)
+
+    def _end(self) -> None:
+        """The last answer was written. Take leave so that the client can read it."""
+        self._phase = _Phase.ENDED
+        self.deadline_s = self._server.loop.time() + LINGER_S
+        if self._transport.is_closing():
+            return
+        if self._is_reading_paused:
+            self._is_reading_paused = False
+            self._transport.resume_reading()  # to see that the client closes
+        self._transport.write_eof()
+
+    def on_drain(self, deadline_s: float) -> None:
+        """The server drains: wait for no further request but one that may be on its way."""
+        if self._phase is _Phase.IDLE and self._current is None:
+            self.deadline_s = min(self.deadline_s, deadline_s)
+
+    def on_deadline(self) -> None:
+        """What was waited for did not come in time."""
+        if self._writable is not None or self._phase is _Phase.ENDED:
+            self.abort()
+        elif self._phase is _Phase.IDLE:
+            self._transport.close()
+            self.deadline_s = inf
+        else:
+            part = "headers" if self._phase is _Phase.HEAD else "body"
+            seconds = self._limits.head_s if self._phase is _Phase.HEAD else self._limits.body_s
+            self._end_with(Refusal(408, f"the {part} did not come within {seconds:g} s"))
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self.deadline_s = inf
+        self._transport.abort()
