@@ -10,6 +10,7 @@ encoding      values -> bodies
 entries       requests on their way to Redis, in entries
 awaited       requests without a result
 sinks         where values go: to futures, to a window in order, or to one array
+envelopes     sinks of front ends: results and chunks with the bytes of their bodies
 streams       where chunks go: to an iterator for each request
 sequences     requests to a model that keeps a state between them
 reading       results -> values, for sinks

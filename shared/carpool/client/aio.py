@@ -379,9 +379,7 @@ class AsyncClient:
 
     def _close_stream(self, target: StreamTarget) -> None:
         """The reader of a stream wants no more: withdraw its request."""
-        target.close()
-        if target.correlation_id is not None:
-            self._packer.withdraw(target.correlation_id, target)
+        self._packer.close_stream(target)
 
     async def _send_rows(
         self,

@@ -27,6 +27,7 @@ from carpool.client.entries import (
 )
 from carpool.client.options import check_correlation_id
 from carpool.client.sinks import Sink
+from carpool.client.streams import StreamTarget
 from carpool.client.timeouts import Timeouts
 from carpool.client.transport import Transport
 from carpool.cluster import is_cluster
@@ -259,6 +260,12 @@ class Packer:
         if entry is not None and entry.sent:
             self.transport.withdraw(entry.channel, [correlation_id])
         self.transport.drop_unawaited()
+
+    def close_stream(self, target: StreamTarget) -> None:
+        """The reader of a stream wants no more: withdraw its request."""
+        target.close()
+        if target.correlation_id is not None:
+            self.withdraw(target.correlation_id, target)
 
     def withdraw_all(self, sink: Sink) -> None:
         """Withdraw all requests without a result whose results go to this sink."""
