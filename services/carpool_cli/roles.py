@@ -87,6 +87,14 @@ _PRODUCE: Final = (
 
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "producer": (_CONNECT, _CLUSTER, *_PRODUCE),
+    "gateway": (
+        _CONNECT,
+        _CLUSTER,
+        *_PRODUCE,
+        Grant("keep.lua: add a request once, whose result is kept", "eval xadd", "requests"),
+        Grant("keep.lua: whether it was added before", "eval get set exists", "kept"),
+        Grant("keep.lua: a large body", "eval set", "body"),
+    ),
     "batcher": (
         _CONNECT,
         _CLUSTER,
@@ -224,6 +232,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "report": keys.report,
         "result": keys.result("*"),
         "replies": keys.replies("*"),
+        "kept": keys.kept("*"),
         "body": keys.body("*"),
         "progress": keys.progress("*"),
         "sequence": keys.sequence("*"),

@@ -58,8 +58,8 @@ def _line(code: int) -> bytes:
 STATUS_LINES: Final = {code: _line(code) for code in (*map(int, HTTPStatus), 499)}
 
 
-class Refusal(Exception):
-    """A request is answered with this status of HTTP and this sentence. `headers` are lines with their ends."""
+class HttpError(Exception):
+    """A request is answered with this status code and this sentence. `headers`: lines with their ends."""
 
     def __init__(
         self, code: int, detail: str, *, status: str = "", headers: bytes = b"", correlation_id: str = ""
@@ -72,12 +72,12 @@ class Refusal(Exception):
         self.correlation_id = correlation_id
 
 
-def refusal_of(error: CarpoolError) -> Refusal:
+def http_error_of(error: CarpoolError) -> HttpError:
     """The answer to a request that failed. It may be tried again where that can help."""
     return failure(error.status, error.detail, error.correlation_id or "")
 
 
-def failure(status: str, detail: str, correlation_id: str) -> Refusal:
+def failure(status: str, detail: str, correlation_id: str) -> HttpError:
     """The answer to a request whose result has this status."""
     code = HTTP_STATUS.get(status, 500)
     headers = b""
@@ -85,20 +85,20 @@ def failure(status: str, detail: str, correlation_id: str) -> Refusal:
         code = 500  # sending it again will not help
     elif code in (429, 503):
         headers = RETRY_AFTER
-    return Refusal(code, detail, status=status, headers=headers, correlation_id=correlation_id)
+    return HttpError(code, detail, status=status, headers=headers, correlation_id=correlation_id)
 
 
-def error_body(refusal: Refusal) -> bytes:
+def error_body(error: HttpError) -> bytes:
     """The body of an error: `error`, `status`, and `correlation_id` if the request has one."""
-    fields = {"error": refusal.detail, "status": refusal.status}
-    if refusal.correlation_id:
-        fields["correlation_id"] = refusal.correlation_id
+    fields = {"error": error.detail, "status": error.status}
+    if error.correlation_id:
+        fields["correlation_id"] = error.correlation_id
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
-def method_not_allowed(method: str, allowed: str) -> Refusal:
-    """The refusal of a method that a path does not have. `allowed`: those that it has."""
-    return Refusal(405, f"{method:.20} is not possible here; use {allowed}", headers=allow(allowed))
+def method_not_allowed(method: str, allowed: str) -> HttpError:
+    """The error of a method that a path does not have. `allowed`: those that it has."""
+    return HttpError(405, f"{method:.20} is not possible here; use {allowed}", headers=allow(allowed))
 
 
 def allow(allowed: str) -> bytes:

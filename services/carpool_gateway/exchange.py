@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
-from carpool_gateway.answers import JSON_HEADER, Refusal, error_body
+from carpool_gateway.answers import JSON_HEADER, HttpError, error_body
 
-if TYPE_CHECKING:
-    from carpool_gateway.server import Connection
+
+class Connection(Protocol):
+    """What an exchange needs of its connection: see `server.Connection`."""
+
+    def take(self, exchange: Exchange, size: int) -> None: ...
+    def release(self, exchange: Exchange) -> None: ...
+    def write_answer(self, exchange: Exchange, headers: bytes, body: bytes) -> None: ...
+    def write_head(self, exchange: Exchange, headers: bytes) -> None: ...
+    async def write_part(self, exchange: Exchange, part: bytes) -> None: ...
+    def write_end(self, exchange: Exchange) -> None: ...
+    def abort(self) -> None: ...
+
 
 # Handles an exchange whose body is complete: at once, or in a task.
 Handler = Callable[["Exchange"], Coroutine[Any, Any, None] | None]
@@ -29,6 +40,7 @@ class Exchange:
         "body_bytes",
         "code",
         "connection",
+        "error",
         "extra",
         "handler",
         "headers",
@@ -41,15 +53,14 @@ class Exchange:
         "on_gone",
         "path",
         "query",
-        "refusal",
         "request_id",
         "route",
         "started_s",
     )
 
-    def __init__(self, connection: Connection, started_s: float) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.started_s = started_s
+        self.started_s = time.monotonic()  # finer than the clock of the event loop
         self.method = self.path = self.query = self.request_id = self.key_name = self.model = ""
         self.route = "none"
         self.headers: dict[bytes, bytes] = {}
@@ -57,26 +68,30 @@ class Exchange:
         self.body_bytes = 0
         self.code = 0  # of the answer; 0: there is none yet
         self.handler: Handler | None = None
-        self.refusal: Refusal | None = None  # it is answered with this, and has no handler
+        self.error: HttpError | None = None  # it is answered with this, and has no handler
         self.is_last = False  # the connection ends with its answer
         self.is_gone = False
         self.is_chunked = False  # the answer is written in parts
         self.on_gone: Callable[[Exchange], None] | None = None
         self.extra: Any = None
 
+    def take(self, size: int) -> None:
+        """Count bytes of the body, beyond those that came. Raises HttpError if the gateway holds too many."""
+        self.connection.take(self, size)
+
     def header(self, name: bytes) -> str:
         """A header's value; empty if there is none."""
         return self.headers.get(name, b"").decode("latin-1")
 
     def segments(self) -> list[str]:
-        """The parts of the path, decoded: of /a/b%2Fc these are a and b/c. Raises Refusal."""
+        """The parts of the path, decoded: of /a/b%2Fc these are a and b/c. Raises HttpError."""
         parts = self.path.split("/")[1:]
         if "%" not in self.path:
             return parts
         try:
             return [unquote(part, errors="strict") for part in parts]
         except UnicodeDecodeError:
-            raise Refusal(400, "the path is not UTF-8") from None
+            raise HttpError(400, "the path is not UTF-8") from None
 
     def respond(self, code: int, headers: bytes, body: bytes) -> None:
         """Answer. `headers`: lines with their ends, without those that all answers have. Does nothing if the
@@ -85,12 +100,12 @@ class Exchange:
             self.code = code
             self.connection.write_answer(self, headers, body)
 
-    def refuse(self, refusal: Refusal) -> None:
+    def fail(self, error: HttpError) -> None:
         """Answer with an error. If a part of the answer was written, the connection ends instead."""
         if self.is_chunked:
             self.connection.abort()
         else:
-            self.respond(refusal.code, JSON_HEADER + refusal.headers, error_body(refusal))
+            self.respond(error.code, JSON_HEADER + error.headers, error_body(error))
 
     def begin(self, code: int, headers: bytes) -> None:
         """Begin an answer that is written in parts."""

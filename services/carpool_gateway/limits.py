@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from carpool_gateway.answers import Refusal
+from carpool_gateway.answers import HttpError
 
 MIB: Final = 1024 * 1024
 ENCODINGS: Final = (b"gzip", b"x-gzip", b"deflate")
@@ -46,9 +46,9 @@ class BodyMemory:
         self.held_bytes = 0
 
     def take(self, size: int) -> None:
-        """Count so many bytes. Raises Refusal if there are too many with them; then they do not count."""
+        """Count so many bytes. Raises HttpError if there are too many with them; then they do not count."""
         if self.held_bytes + size > self._bytes_max:
-            raise Refusal(
+            raise HttpError(
                 503,
                 f"the gateway holds bodies of {self.held_bytes} bytes, and may hold {self._bytes_max}: try "
                 "again",
@@ -61,15 +61,17 @@ class BodyMemory:
         self.held_bytes -= size
 
 
-def too_large(bytes_max: int) -> Refusal:
-    """The refusal of a body that has more bytes than that."""
-    return Refusal(413, f"the body has more than {bytes_max} bytes; put it into object storage, and send its name")
+def too_large(bytes_max: int) -> HttpError:
+    """The error of a body that has more bytes than that."""
+    return HttpError(
+        413, f"the body has more than {bytes_max} bytes; put it into object storage, and send its name"
+    )
 
 
 async def inflate(body: bytes, bytes_max: int, take: Callable[[int], None]) -> bytes:
     """A body of gzip or deflate, decompressed. `take` is called with the sizes of its parts as it grows.
 
-    What is called deflate has a zlib header or, from some programs, none. Raises Refusal: 400 if it is
+    What is called deflate has a zlib header or, from some programs, none. Raises HttpError: 400 if it is
     damaged, 413 if it has more than `bytes_max`, and what `take` raises.
     """
     decompressor = zlib.decompressobj(_wbits_of(body))
@@ -82,7 +84,7 @@ async def inflate(body: bytes, bytes_max: int, take: Callable[[int], None]) -> b
             else:  # other requests are not to wait for it; zlib releases the GIL
                 part = await asyncio.to_thread(decompressor.decompress, rest, MIB)
         except zlib.error as error:
-            raise Refusal(400, f"the body cannot be decompressed: {error}") from None
+            raise HttpError(400, f"the body cannot be decompressed: {error}") from None
         size += len(part)
         if size > bytes_max:
             raise too_large(bytes_max)
@@ -92,9 +94,9 @@ async def inflate(body: bytes, bytes_max: int, take: Callable[[int], None]) -> b
         if not part and not rest:
             break
     if not decompressor.eof:
-        raise Refusal(400, "the body cannot be decompressed: its end is missing")
+        raise HttpError(400, "the body cannot be decompressed: its end is missing")
     if decompressor.unused_data:
-        raise Refusal(400, "the body cannot be decompressed: something follows its end")
+        raise HttpError(400, "the body cannot be decompressed: something follows its end")
     return b"".join(parts)
 
 

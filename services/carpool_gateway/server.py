@@ -2,15 +2,15 @@
 
     bytes ─▶ parser ─▶ headers: App.accept ─▶ body, within limits ─▶ handler ─▶ answer ─▶ next request
 
-- Every wait has a deadline on the clock, which no byte moves: for headers, for the body, between requests, for the
-  client to read. They are looked at together, four times a second, so a request pays nothing for them.
-- `App.accept` gets a request when its headers are complete. What it refuses is refused before its body is read or
-  asked for (`Expect: 100-continue`). A small body is read and dropped, so that the connection can be used again.
-- Requests of one connection are handled one after the other. Those that a client sends ahead are parsed and wait;
-  there are not many, because nothing more is read meanwhile.
+- Every wait has a deadline on the clock, which no byte moves: for headers, for the body, between requests,
+  for the client to read. They are checked together, four times a second, so a request pays nothing for them.
+- `App.accept` gets a request when its headers are complete. What it refuses is refused before its body is
+  read or asked for (`Expect: 100-continue`). A small body is read and dropped: the connection is used again.
+- Requests of one connection are handled one after the other. Those that a client sends ahead are parsed and
+  wait; there are not many, because nothing more is read meanwhile.
 - A client that closes the connection, or its half of it, has gone: `Exchange.on_gone` tells the handler.
-- After an answer that ends the connection before all was read, what still comes is read and dropped for a moment.
-  Otherwise TCP would reset the connection, and the client might lose the answer.
+- After an answer that ends the connection before all was read, what still comes is read and dropped for a
+  moment. Otherwise TCP would reset the connection, and the client might lose the answer.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Callable
 from email.utils import formatdate
 from enum import Enum, auto
 from math import inf
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import httptools
 import structlog
 
 from carpool.errors import CarpoolError
-from carpool_gateway.answers import STATUS_LINES, Refusal, error_body, refusal_of
+from carpool_gateway.answers import STATUS_LINES, HttpError, http_error_of
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import BodyMemory, Limits, too_large
 
@@ -52,7 +51,7 @@ class App(Protocol):
     """What the server serves."""
 
     def accept(self, exchange: Exchange) -> None:
-        """The headers are complete: set the handler and the route, or raise Refusal."""
+        """The headers are complete: set the handler and the route, or raise HttpError."""
 
     def on_done(self, exchange: Exchange) -> None:
         """The answer was written, or the client has gone (`is_gone`)."""
@@ -140,7 +139,7 @@ class Connection(asyncio.Protocol):
     """One client. asyncio calls what is here first, then the parser, then the exchange."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
+        self.server = server
         self._limits = server.limits
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
@@ -165,15 +164,12 @@ class Connection(asyncio.Protocol):
     # --- called by asyncio ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        server = self._server
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        server = self.server
         server.connections.add(self)
-        self.deadline_s = server.loop.time() + (
-            DRAIN_IDLE_S if server.is_draining else self._limits.head_s
-        )
+        self.deadline_s = server.loop.time() + (DRAIN_IDLE_S if server.is_draining else self._limits.head_s)
         if len(server.connections) > self._limits.connections:
-            self._end_with(Refusal(503, "too many connections: try again", headers=b"retry-after: 1\r\n"))
+            self._end_with(HttpError(503, "too many connections: try again", headers=b"retry-after: 1\r\n"))
 
     def data_received(self, data: bytes) -> None:
         if self._phase is _Phase.ENDED:
@@ -183,19 +179,15 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # No other protocol is spoken here. The request was parsed; what follows it cannot be.
-            self._phase = _Phase.ENDED
-            for exchange in (*self._ahead, self._current):
-                if exchange is not None:
-                    exchange.is_last = True
+            self._phase = _Phase.ENDED  # no other protocol is spoken here, so what follows means nothing
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
-            if not isinstance(cause, Refusal):
-                self._server.log.exception("request failed", exc_info=cause or error)
-                cause = Refusal(500, "the gateway failed; its log says more")
+            if not isinstance(cause, HttpError):
+                self.server.log.exception("request failed", exc_info=cause or error)
+                cause = HttpError(500, "the gateway failed; its log says more")
             self._end_with(cause)
         except httptools.HttpParserError as error:
-            self._end_with(Refusal(400, f"malformed request: {str(error) or type(error).__name__}"))
+            self._end_with(HttpError(400, f"malformed request: {str(error) or type(error).__name__}"))
         else:
             if self._phase is _Phase.HEAD and self._head_bytes > self._limits.head_bytes:
                 self._end_with(self._head_too_large())
@@ -206,7 +198,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._phase = _Phase.ENDED
         self.deadline_s = inf
-        self._server.forget(self)
+        self.server.forget(self)
         unanswered = [one for one in (self._current, *self._ahead, self._incoming) if one is not None]
         self._current = self._incoming = None
         self._ahead.clear()
@@ -216,12 +208,12 @@ class Connection(asyncio.Protocol):
             exchange.is_gone = True
             if exchange.on_gone is not None:
                 exchange.on_gone(exchange)
-            self._release(exchange)
-            self._server.app.on_done(exchange)
+            self.release(exchange)
+            self.server.app.on_done(exchange)
 
     def pause_writing(self) -> None:
-        self._writable = self._server.loop.create_future()
-        self.deadline_s = self._server.loop.time() + self._limits.write_s
+        self._writable = self.server.loop.create_future()
+        self.deadline_s = self.server.loop.time() + self._limits.write_s
 
     def resume_writing(self) -> None:
         if self._writable is not None:
@@ -235,8 +227,8 @@ class Connection(asyncio.Protocol):
     # --- called by the parser ------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        now_s = self._server.loop.time()
-        self._incoming = Exchange(self, now_s)
+        now_s = self.server.loop.time()
+        self._incoming = Exchange(self)
         self._phase = _Phase.HEAD
         self._url = b""
         if self._current is None:
@@ -252,7 +244,7 @@ class Connection(asyncio.Protocol):
         if name not in headers:
             headers[name] = value
         elif name in _SINGLE:
-            raise Refusal(400, f"the header {name.decode('latin-1')} came twice")
+            raise HttpError(400, f"the header {name.decode('latin-1')} came twice")
         else:
             headers[name] += b", " + value
         if len(headers) > self._limits.headers or len(headers[name]) > self._limits.head_bytes:
@@ -264,41 +256,41 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._phase = _Phase.BODY
         if self._current is None:
-            self.deadline_s = self._server.loop.time() + self._limits.body_s
+            self.deadline_s = self.server.loop.time() + self._limits.body_s
         self._read_head(exchange)
         try:
-            self._server.app.accept(exchange)
+            self.server.app.accept(exchange)
             self._check_announced_body(exchange)
-        except Refusal as refusal:
+        except HttpError as error:
             if not self._can_drop_body(exchange):
                 raise
-            exchange.refusal = refusal
+            exchange.error = error
         else:
             if b"expect" in exchange.headers:
                 self._transport.write(_CONTINUE)
 
     def _read_head(self, exchange: Exchange) -> None:
-        """The request line, and headers that concern the connection. Raises Refusal."""
+        """The request line, and headers that concern the connection. Raises HttpError."""
         parser, headers = self._parser, exchange.headers
         exchange.method = parser.get_method().decode("ascii")
         given = headers.get(b"x-request-id")
         exchange.request_id = (
-            given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else self._server.next_request_id()
+            given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else self.server.next_request_id()
         )
         version = parser.get_http_version()
-        exchange.is_last = version != "1.1" or not parser.should_keep_alive()
+        exchange.is_last = version != "1.1" or not parser.should_keep_alive() or parser.should_upgrade()
         if version not in ("1.0", "1.1"):
-            raise Refusal(505 if version != "0.9" else 400, "use HTTP/1.1")
+            raise HttpError(505 if version != "0.9" else 400, "use HTTP/1.1")
         host = headers.get(b"host")
         if (host is None and version == "1.1") or (host is not None and not _HOST.fullmatch(host)):
-            raise Refusal(400, "the header Host is missing, or malformed")
+            raise HttpError(400, "the header Host is missing, or malformed")
         if b"transfer-encoding" in headers:
             if b"content-length" in headers:
-                raise Refusal(400, "Content-Length and Transfer-Encoding exclude each other")
+                raise HttpError(400, "Content-Length and Transfer-Encoding exclude each other")
             if version == "1.0" or headers[b"transfer-encoding"].lower() != b"chunked":
-                raise Refusal(400, "the only Transfer-Encoding is chunked, in HTTP/1.1")
+                raise HttpError(400, "the only Transfer-Encoding is chunked, in HTTP/1.1")
         if headers.get(b"expect", b"100-continue").lower() != b"100-continue":
-            raise Refusal(417, "the only Expect is 100-continue")
+            raise HttpError(417, "the only Expect is 100-continue")
         self._read_target(exchange)
 
     def _read_target(self, exchange: Exchange) -> None:
@@ -307,29 +299,28 @@ class Connection(asyncio.Protocol):
             try:
                 parsed = httptools.parse_url(url) if url != b"*" and exchange.method != "CONNECT" else None
             except httptools.HttpParserInvalidURLError:
-                raise Refusal(400, "the request's target is malformed") from None
+                raise HttpError(400, "the request's target is malformed") from None
             path, query = (b"*", b"") if parsed is None else (parsed.path or b"/", parsed.query or b"")
         else:
             path, _, query = url.partition(b"?")
         if not url.isascii():
-            raise Refusal(400, "the path must be ASCII, with other characters as %XX")
+            raise HttpError(400, "the path must be ASCII, with other characters as %XX")
         exchange.path, exchange.query = path.decode("ascii"), query.decode("ascii")
 
     def _check_announced_body(self, exchange: Exchange) -> None:
-        """Count a body of known length before anything of it is read. Raises Refusal."""
+        """Count a body of known length before anything of it is read. Raises HttpError."""
         announced = exchange.headers.get(b"content-length")
         if announced is None:
             return
         if not announced.isdigit():  # the parser refuses those that are no numbers
-            raise Refusal(400, "Content-Length is no number")
+            raise HttpError(400, "Content-Length is no number")
         size = int(announced)
         if size > self._limits.body_bytes:
             raise too_large(self._limits.body_bytes)
-        self._server.memory.take(size)
-        exchange.body_bytes = size
+        self.take(exchange, size)
 
     def _can_drop_body(self, exchange: Exchange) -> bool:
-        """Whether the connection can be used after a refusal: the body is short, and will come."""
+        """Whether the connection can be used after a error: the body is short, and will come."""
         headers = exchange.headers
         if b"transfer-encoding" in headers or b"expect" in headers:
             return False
@@ -339,13 +330,12 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         exchange = self._incoming
         assert exchange is not None
-        if exchange.refusal is not None:
+        if exchange.error is not None:
             return
         if b"transfer-encoding" in exchange.headers:
             if exchange.body_bytes + len(body) > self._limits.body_bytes:
                 raise too_large(self._limits.body_bytes)
-            self._server.memory.take(len(body))
-            exchange.body_bytes += len(body)
+            self.take(exchange, len(body))
         self._parts.append(body)
 
     def on_message_complete(self) -> None:
@@ -357,9 +347,9 @@ class Connection(asyncio.Protocol):
         exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
         self._handle(exchange)
 
-    def _head_too_large(self) -> Refusal:
+    def _head_too_large(self) -> HttpError:
         limits = self._limits
-        return Refusal(431, f"at most {limits.headers} headers, of {limits.head_bytes} bytes in all")
+        return HttpError(431, f"at most {limits.headers} headers, of {limits.head_bytes} bytes in all")
 
     # --- handling ------------------------------------------------------------------------------------------
 
@@ -373,18 +363,18 @@ class Connection(asyncio.Protocol):
             return
         self._current = exchange
         self.deadline_s = inf
-        if exchange.refusal is not None:
-            exchange.refuse(exchange.refusal)
+        if exchange.error is not None:
+            exchange.fail(exchange.error)
             return
         handler = exchange.handler
         assert handler is not None
         try:
             coroutine = handler(exchange)
         except Exception as error:
-            self._refuse_failed(exchange, error)
+            self._fail_with(exchange, error)
             return
         if coroutine is not None:
-            task = self._server.loop.create_task(self._run(exchange, coroutine))
+            task = self.server.loop.create_task(self._run(exchange, coroutine))
             self._tasks.add(task)  # the event loop has only a weak reference
             task.add_done_callback(self._tasks.discard)
 
@@ -392,37 +382,37 @@ class Connection(asyncio.Protocol):
         try:
             await coroutine  # type: ignore[misc]
         except Exception as error:
-            self._refuse_failed(exchange, error)
+            self._fail_with(exchange, error)
 
-    def _refuse_failed(self, exchange: Exchange, error: Exception) -> None:
-        """A handler raised: answer with its Refusal or CarpoolError, or that the gateway failed."""
+    def _fail_with(self, exchange: Exchange, error: Exception) -> None:
+        """A handler raised: answer with its HttpError or CarpoolError, or that the gateway failed."""
         if isinstance(error, CarpoolError):
-            error = refusal_of(error)
-        elif not isinstance(error, Refusal):
-            self._server.log.error("request failed", request=exchange.request_id, exc_info=error)
-            error = Refusal(500, "the gateway failed; its log says more")
-        exchange.refuse(error)
+            error = http_error_of(error)
+        elif not isinstance(error, HttpError):
+            self.server.log.error("request failed", request=exchange.request_id, exc_info=error)
+            error = HttpError(500, "the gateway failed; its log says more")
+        exchange.fail(error)
 
     def _on_answered(self, exchange: Exchange) -> None:
         """The answer was given to the transport: go on with the next request."""
-        self._release(exchange)
+        self.release(exchange)
         self._current = None
-        self._server.app.on_done(exchange)
+        self.server.app.on_done(exchange)
         if exchange.is_last:
             self._end()
             return
         if not self._ahead:
             if self._writable is None:
                 self._set_idle_deadline()
-        elif not self._is_advancing:
-            self._advance()
+        elif not self._is_advancing:  # not here: handlers that answer at once would call each other
+            self._is_advancing = True
+            self.server.loop.call_soon(self._advance)
 
     def _advance(self) -> None:
-        """Handle what was sent ahead, without recursion where handlers answer at once."""
-        self._is_advancing = True
-        while self._ahead and self._current is None and self._phase is not None:
-            self._handle(self._ahead.popleft())
+        """Handle what was sent ahead."""
         self._is_advancing = False
+        while self._ahead and self._current is None:
+            self._handle(self._ahead.popleft())
         if self._is_reading_paused and len(self._ahead) < AHEAD_MAX and not self._transport.is_closing():
             self._is_reading_paused = False
             self._transport.resume_reading()
@@ -431,12 +421,18 @@ class Connection(asyncio.Protocol):
         """Between requests, or while one is read of which the beginning has come during the last one."""
         limits = self._limits
         wait_s = {_Phase.HEAD: limits.head_s, _Phase.BODY: limits.body_s}.get(self._phase, limits.idle_s)
-        if self._server.is_draining and self._phase is _Phase.IDLE:
+        if self.server.is_draining and self._phase is _Phase.IDLE:
             wait_s = DRAIN_IDLE_S
-        self.deadline_s = self._server.loop.time() + wait_s
+        self.deadline_s = self.server.loop.time() + wait_s
 
-    def _release(self, exchange: Exchange) -> None:
-        self._server.memory.release(exchange.body_bytes)
+    def take(self, exchange: Exchange, size: int) -> None:
+        """Count bytes of a body. Raises HttpError if the gateway holds too many."""
+        self.server.memory.take(size)
+        exchange.body_bytes += size
+
+    def release(self, exchange: Exchange) -> None:
+        """The body of an exchange is needed no more."""
+        self.server.memory.release(exchange.body_bytes)
         exchange.body_bytes = 0
         exchange.body = b""
 
@@ -456,7 +452,7 @@ class Connection(asyncio.Protocol):
 
     def write_head(self, exchange: Exchange, headers: bytes) -> None:
         """Begin an answer of unknown length."""
-        if exchange.connection._parser.get_http_version() == "1.0":
+        if self._parser.get_http_version() == "1.0":
             exchange.is_last = True
         else:
             headers += b"transfer-encoding: chunked\r\n"
@@ -475,13 +471,13 @@ class Connection(asyncio.Protocol):
         self._on_answered(exchange)
 
     def _head(self, exchange: Exchange, headers: bytes) -> bytes:
-        if self._server.is_draining:
+        if self.server.is_draining:
             exchange.is_last = True
         ending = b"connection: close\r\n\r\n" if exchange.is_last else b"\r\n"
         request_id = exchange.request_id.encode("ascii")
         return b"%bserver: carpool\r\n%bx-request-id: %b\r\n%b%b" % (
             STATUS_LINES[exchange.code],
-            self._server.date,
+            self.server.date,
             request_id,
             headers,
             ending,
@@ -489,20 +485,20 @@ class Connection(asyncio.Protocol):
 
     # --- ending --------------------------------------------------------------------------------------------
 
-    def _end_with(self, refusal: Refusal) -> None:
-        """Answer the incoming request with a refusal, after those before it, and end the connection."""
-        exchange = self._incoming or Exchange(self, self._server.loop.time())
+    def _end_with(self, error: HttpError) -> None:
+        """Answer the incoming request with a error, after those before it, and end the connection."""
+        exchange = self._incoming or Exchange(self)
         self._incoming = None
         self._parts.clear()
         self._phase = _Phase.ENDED
-        exchange.is_last, exchange.refusal = True, refusal
-        exchange.request_id = exchange.request_id or self._server.next_request_id()
+        exchange.is_last, exchange.error = True, error
+        exchange.request_id = exchange.request_id or self.server.next_request_id()
         self._handle(exchange)
 
     def _end(self) -> None:
         """The last answer was written. Take leave so that the client can read it."""
         self._phase = _Phase.ENDED
-        self.deadline_s = self._server.loop.time() + LINGER_S
+        self.deadline_s = self.server.loop.time() + LINGER_S
         if self._transport.is_closing():
             return
         if self._is_reading_paused:
@@ -525,7 +521,7 @@ class Connection(asyncio.Protocol):
         else:
             part = "headers" if self._phase is _Phase.HEAD else "body"
             seconds = self._limits.head_s if self._phase is _Phase.HEAD else self._limits.body_s
-            self._end_with(Refusal(408, f"the {part} did not come within {seconds:g} s"))
+            self._end_with(HttpError(408, f"the {part} did not come within {seconds:g} s"))
 
     def abort(self) -> None:
         """End the connection at once."""

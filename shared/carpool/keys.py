@@ -131,6 +131,10 @@ class Keys:
         """Stream that expires: the results of all requests that named `reply_to NAME`."""
         return self._of(f"replies:{name}")
 
+    def kept(self, name: str) -> str:
+        """String that expires: a request of this name was added, with this fingerprint (`keep.lua`)."""
+        return self._of(f"kept:{name}")
+
     def body(self, name: str) -> str:
         """String that expires: a large body, which a request names in its field `body_key`."""
         return self._of(f"body:{name}")

@@ -26,7 +26,12 @@ from prometheus_client import (  # noqa: E402
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import HistogramMetricFamily  # noqa: E402
+from prometheus_client.core import (  # noqa: E402
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder  # noqa: E402
 from prometheus_client.registry import Collector  # noqa: E402
 from prometheus_client.utils import floatToGoString  # noqa: E402
@@ -36,10 +41,13 @@ __all__ = [
     "Collector",
     "CollectorRegistry",
     "Counter",
+    "CounterMetricFamily",
     "GCCollector",
     "Gauge",
+    "GaugeMetricFamily",
     "HistogramMetricFamily",
     "Info",
+    "Metric",
     "PlatformCollector",
     "ProcessCollector",
     "choose_encoder",

@@ -172,7 +172,7 @@ def _service_links(kind: type[BaseSettings], environment: Mapping[str, str]) -> 
     """The variables that are named like a port of these settings, and describe a Service instead."""
     for name, value in environment.items():
         field = name.lower().removeprefix("carpool_")
-        if field.endswith("_port") and field in kind.model_fields and _SERVICE_LINK.fullmatch(value):
+        if f"_{field}".endswith("_port") and field in kind.model_fields and _SERVICE_LINK.fullmatch(value):
             yield name
 
 
@@ -184,7 +184,8 @@ def _names_in_env_file(kind: type[BaseSettings]) -> Mapping[str, str]:
 
 def misspelt(kind: type[BaseSettings], environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that nothing of Carpool reads, and those of these settings that were probably meant."""
-    known = {*kind.model_fields, *BatcherSettings.model_fields, *WorkerSettings.model_fields, *OF_COMMANDS}
+    services = (BatcherSettings, WorkerSettings, GatewaySettings)
+    known = {*kind.model_fields, *(name for one in services for name in one.model_fields), *OF_COMMANDS}
     found: dict[str, str] = {}
     for name, value in environment.items():
         field = name.lower().removeprefix("carpool_")
@@ -369,6 +370,33 @@ class WorkerSettings(CommonSettings):
         if self.model_redis_url:
             return self.model_redis_url
         return "" if parse(self.redis_url).has_credentials else self.redis_url
+
+
+class GatewaySettings(CommonSettings):
+    """Serve all models over HTTP.
+
+    Without a file of keys it listens on an address of this machine only.
+    """
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one and logs it")
+    keys: ReadableFile = Field(
+        None, description="TOML file of keys, of which each request needs one (default: none is needed)"
+    )
+    anonymous: bool = Field(
+        False, description="listen without keys also on addresses that other machines reach"
+    )
+    timeout_s: Seconds = Field(30.0, gt=0, description="seconds for a request that names none")
+    timeout_s_max: Seconds = Field(300.0, gt=0, description="seconds that a request may name")
+    body_bytes_max: int = Field(64 * 1024 * 1024, ge=1, description="bytes of a body, decompressed")
+    memory_bytes_max: int = Field(
+        1024 * 1024 * 1024, ge=1, description="bytes of all bodies that are read or have no result"
+    )
+    connections_max: int = Field(4096, ge=1, description="connections of clients")
+    drain_s: Seconds = Field(30.0, ge=0, description="seconds after SIGTERM in which to answer requests")
+    access_log: bool = Field(
+        False, description="log every request; else those that fail with 5xx, and at the level debug all"
+    )
 
 
 Settings = TypeVar("Settings", bound=BaseSettings)

@@ -1,0 +1,250 @@
+"""Requests of Carpool's own HTTP interface: a body in, a body out; and many bodies in one call.
+
+A request of one body has no task: its exchange is the target of the result, and is answered by the callback
+that reads results. Likewise a client that goes away withdraws its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from carpool.client.entries import Channel, Encoded
+from carpool.client.envelopes import EnvelopeSink
+from carpool.client.options import read_options
+from carpool.client.producer import Producer
+from carpool.client.sinks import Envelope
+from carpool.errors import OK, CarpoolError, InvalidArgumentError
+from carpool.messages.requests import JSON
+from carpool.messages.results import Result, ResultColumns
+from carpool_gateway.answers import HttpError, failure, http_error_of
+from carpool_gateway.exchange import Exchange
+from carpool_gateway.keys import Key, now_s
+from carpool_gateway.limits import ENCODINGS, Limits, inflate
+from carpool_gateway.native.options import content_type_of, options_of
+from carpool_gateway.native.results import (
+    error_line,
+    further_headers,
+    lines_of,
+    result_headers,
+    result_line,
+)
+
+_LINES_HEADER: Final = b"content-type: application/x-ndjson\r\n"
+LATER_TIMEOUT_S: Final = 3600.0  # of a request for whose result nobody waits, if it names none
+_LOOKUP_S_MIN: Final = 0.1  # a look-up that takes longer is a part of the timeout
+
+
+class Asked(NamedTuple):
+    """What the headers of a request ask for."""
+
+    model: str
+    key: Key
+    content_type: str
+    timeout_s: float
+    fields: Mapping[str, Any]
+    correlation_id: str | None
+
+
+def answer(exchange: Exchange, envelope: Envelope) -> None:
+    """Answer with a result of any status."""
+    name, status = envelope["correlation_id"], envelope["status"]
+    if status != OK:
+        exchange.fail(failure(status, envelope["detail"], name))
+        return
+    headers = result_headers(
+        name,
+        envelope["content_type"],
+        envelope["batch_size"],
+        envelope["queue_us"],
+        envelope["compute_us"],
+    )
+    if "first_us" in envelope or "warnings" in envelope:
+        headers += further_headers(envelope.get("first_us"), envelope.get("warnings") or ())
+    exchange.respond(200, headers, envelope["body"])
+
+
+class ExchangeSink:
+    """Answers an exchange with each result."""
+
+    takes_chunks = False
+
+    def put(self, target: Exchange, envelope: Envelope) -> None:
+        """Answer with a result of any status."""
+        answer(target, envelope)
+
+    def put_columns(self, targets: Sequence[Exchange], columns: ResultColumns) -> None:
+        """Answer each with its result."""
+        for target, result in zip(targets, columns.results(), strict=True):
+            headers = result_headers(
+                result.correlation_id,
+                result.content_type,
+                result.batch_size,
+                result.queue_us,
+                result.compute_us,
+            )
+            target.respond(200, headers, result.body or b"")
+
+    def put_chunk(self, target: Any, envelope: Envelope) -> None:
+        """Not called."""
+        raise NotImplementedError
+
+    def fail(self, target: Exchange, error: CarpoolError) -> None:
+        """Answer with an error."""
+        target.fail(http_error_of(error))
+
+
+class Inference:
+    """Sends requests of exchanges. `default_timeout_s`: of those that name none."""
+
+    def __init__(self, producer: Producer, limits: Limits, default_timeout_s: float) -> None:
+        self._producer = producer
+        self._limits = limits
+        self._default_timeout_s = default_timeout_s
+        self._answers, self._results = ExchangeSink(), EnvelopeSink()
+
+    def accept(self, exchange: Exchange, model: str, key: Key, *, is_later: bool = False) -> Asked:
+        """What is asked for, before the body is read. `is_later`: nobody waits for the result meanwhile.
+        Raises HttpError and CarpoolError."""
+        check_encoding(exchange)
+        options = options_of(exchange.headers)
+        if key.tenant:
+            if options.get("tenant", key.tenant) != key.tenant:
+                raise HttpError(403, f"the key {key.name!r} is of another tenant")
+            options["tenant"] = key.tenant
+        default_s = LATER_TIMEOUT_S if is_later else self._default_timeout_s
+        timeout_s, fields = read_options(options, default_s)
+        if timeout_s is None or (timeout_s > self._limits.timeout_s and not is_later):
+            raise InvalidArgumentError(
+                f"Carpool-Timeout-Ms: at most {self._limits.timeout_s * 1000:.0f}; for longer, send "
+                "Prefer: respond-async"
+            )
+        content_type = content_type_of(exchange.headers.get(b"content-type"))
+        return Asked(model, key, content_type, timeout_s, fields, options.get("correlation_id"))
+
+    # --- one request ---------------------------------------------------------------------------------------
+
+    def infer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+        """Send the body; the result is the answer. Raises HttpError and CarpoolError."""
+        asked: Asked = exchange.extra
+        asked.key.count(1, now_s())
+        channel = self._producer.channels.get(asked.model)
+        if channel is None or b"content-encoding" in exchange.headers:
+            return self._prepare(exchange, asked)
+        self._send(exchange, asked, channel, asked.timeout_s)
+        return None
+
+    async def _prepare(self, exchange: Exchange, asked: Asked) -> None:
+        """Decompress the body, and look the model up; then send."""
+        await decompress(exchange, self._limits)
+        channel, timeout_s = await self._find(asked)
+        if not exchange.is_gone:
+            self._send(exchange, asked, channel, timeout_s)
+
+    async def _find(self, asked: Asked) -> tuple[Channel, float]:
+        """The channel of the model, and what is left of the timeout. Raises CarpoolErrors."""
+        started_s = time.monotonic()
+        channel = await self._producer.open_channel(asked.model, asked.timeout_s)
+        waited_s = time.monotonic() - started_s
+        left_s = asked.timeout_s - waited_s if waited_s > _LOOKUP_S_MIN else asked.timeout_s
+        return channel, max(left_s, 0.001)
+
+    def _send(self, exchange: Exchange, asked: Asked, channel: Channel, timeout_s: float) -> None:
+        body = Encoded(asked.content_type, b"", exchange.body)
+        exchange.extra = self._producer.packer.add(
+            channel, body, asked.fields, timeout_s, self._answers, exchange, asked.correlation_id
+        )
+        exchange.on_gone = self._withdraw
+
+    def _withdraw(self, exchange: Exchange) -> None:
+        self._producer.packer.withdraw(exchange.extra, exchange)
+
+    # --- many requests -------------------------------------------------------------------------------------
+
+    async def infer_many(self, exchange: Exchange) -> None:
+        """Send each line of the body; answer with a line for each, in the same order, as they come.
+
+        At most `limits.rows` of them have no result. A request that fails has a line that says so.
+        """
+        asked: Asked = exchange.extra
+        if asked.correlation_id is not None:
+            raise InvalidArgumentError(
+                "Carpool-Correlation-Id: each line is a request, with an ID of its own"
+            )
+        await decompress(exchange, self._limits)
+        lines = lines_of(exchange.body)
+        asked.key.count(len(lines), now_s())
+        channel, timeout_s = await self._find(asked)
+        task = asyncio.current_task()
+        assert task is not None
+        exchange.on_gone = lambda _: _cancel(task)
+        if exchange.is_gone:
+            return
+        packer = self._producer.packer
+        rest, sent = iter(lines), deque[_Sent]()
+        exchange.begin(200, _LINES_HEADER)
+        try:
+            while True:
+                for line in islice(rest, self._limits.rows - len(sent)):
+                    sent.append(self._send_line(asked, channel, timeout_s, line))
+                if not sent:
+                    break
+                with suppress(CarpoolError):
+                    await sent[0].future
+                ready: list[bytes] = []
+                while sent and sent[0].future.done():
+                    ready.append(_line_of(sent.popleft()))
+                await exchange.write(b"".join(ready))
+            exchange.end()
+        finally:
+            for name, future in sent:
+                packer.withdraw(name, future)
+
+    def _send_line(self, asked: Asked, channel: Channel, timeout_s: float, line: bytes) -> _Sent:
+        packer = self._producer.packer
+        future: asyncio.Future[Result] = packer.loop.create_future()
+        try:
+            body = Encoded(JSON, b"", line)
+            return _Sent(packer.add(channel, body, asked.fields, timeout_s, self._results, future), future)
+        except CarpoolError as error:
+            future.set_exception(error)
+            return _Sent("", future)
+
+
+class _Sent(NamedTuple):
+    """A request of several, and its result."""
+
+    correlation_id: str
+    future: asyncio.Future[Result]
+
+
+def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+
+
+def _line_of(sent: _Sent) -> bytes:
+    error = sent.future.exception()
+    if error is None:
+        return result_line(sent.future.result())
+    assert isinstance(error, CarpoolError)
+    return error_line(http_error_of(error))
+
+
+def check_encoding(exchange: Exchange) -> None:
+    """Refuse a body that is compressed in another way than those that are known (415)."""
+    encoding = exchange.headers.get(b"content-encoding", b"identity").lower()
+    if encoding not in (*ENCODINGS, b"identity"):
+        raise HttpError(
+            415, "Content-Encoding: gzip, deflate, or none", headers=b"accept-encoding: gzip, deflate\r\n"
+        )
+
+
+async def decompress(exchange: Exchange, limits: Limits) -> None:
+    """Replace a compressed body by what is in it. Raises HttpError."""
+    if exchange.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        exchange.body = await inflate(exchange.body, limits.body_bytes, exchange.take)

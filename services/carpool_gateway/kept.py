@@ -1,0 +1,279 @@
+"""Requests whose results are kept: those that nobody waits for, and those that are sent exactly once.
+
+`Prefer: respond-async` is answered at once, with the path under which the result will be. `Idempotency-Key`
+names a request, so that sending it again does not execute it again, whatever died meanwhile. Both are the same
+in Redis: see `carpool.store.kept`. Neither is withdrawn when a client goes away.
+
+A wait for such a result takes a connection to Redis for a second at a time, of at most LINKS_MAX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from hashlib import sha256
+from typing import Any, Final
+
+from carpool.backoff import Backoff
+from carpool.client.producer import Producer
+from carpool.cluster import is_cluster
+from carpool.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from carpool.keys import CORRELATION_ID, Keys
+from carpool.store.async_link import AsyncLink, encoded
+from carpool.store.connection import Command, CommandError, LinkError
+from carpool.store.kept import keep_command, kept_result, read_command
+from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
+from carpool_gateway.exchange import Exchange
+from carpool_gateway.inference import Asked, answer, decompress
+from carpool_gateway.keys import Key, now_s
+from carpool_gateway.limits import Limits
+from carpool_gateway.native.options import preferences
+
+LINKS_MAX: Final = 64
+_BLOCK_MS: Final = 1000
+_REPLY_S_MAX: Final = 5.0  # of Redis, beyond the time that it is to wait
+_RESULT_TTL_MS: Final = 60_000  # of a model that does not say
+_OWNER_CHARS: Final = 16
+IDEMPOTENCY: Final = b"idempotency-key"
+
+
+class KeptRequests:
+    """Adds such requests, reads their results, and withdraws them."""
+
+    def __init__(self, producer: Producer, limits: Limits) -> None:
+        self._producer = producer
+        self._limits = limits
+        self._links = Links(producer.url)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._links.close()
+
+    async def infer(self, exchange: Exchange) -> None:
+        """Add the request, unless it was added before; answer with its result, or with where that will be."""
+        asked: Asked = exchange.extra
+        if asked.correlation_id is not None:
+            raise InvalidArgumentError(
+                "Carpool-Correlation-Id: not with Prefer: respond-async or Idempotency-Key; these choose it"
+            )
+        asked.key.count(1, now_s())
+        await decompress(exchange, self._limits)
+        await self._producer.open_channel(asked.model, asked.timeout_s)  # raises NotFoundError
+        keys, name = Keys(asked.model, self._producer.prefix), _name_of(exchange, asked.key)
+        fields = {
+            **asked.fields,
+            "content_type": asked.content_type,
+            "expiration": max(1, round(asked.timeout_s * 1000)),
+        }
+        fingerprint = _fingerprint(asked, exchange.body)
+        known_ms = round(asked.timeout_s * 1000) + await self._result_ttl_ms(keys)
+        earlier = await self._links.call(
+            keys.requests, keep_command(keys, name, fingerprint, known_ms, fields, exchange.body)
+        )
+        exchange.connection.release(exchange)  # Redis has the body
+        if earlier is not None and earlier != fingerprint:
+            raise HttpError(422, "Idempotency-Key: another request was sent with this key")
+        if is_later(exchange):
+            _answer_accepted(exchange, keys.model, name)
+        else:
+            envelope = await self._wait(keys, name, asked.timeout_s)
+            if envelope is None:
+                raise DeadlineExceededError(
+                    f"no result within {asked.timeout_s:g} s; if there was one, it is kept no longer",
+                    correlation_id=name,
+                )
+            answer(exchange, envelope)
+
+    async def _result_ttl_ms(self, keys: Keys) -> int:
+        ttl = await self._links.call(keys.registration, ("HGET", keys.registration, "result_ttl_ms"))
+        return int(ttl) if ttl is not None and ttl.isdigit() else _RESULT_TTL_MS
+
+    # --- by name -------------------------------------------------------------------------------------------
+
+    async def get(self, exchange: Exchange) -> None:
+        """Answer with the result, if it comes within `Prefer: wait`; else with where it will be."""
+        keys, name = self._named(exchange)
+        envelope = await self._wait(keys, name, min(_wait_s(exchange), self._limits.timeout_s))
+        if envelope is not None:
+            answer(exchange, envelope)
+            return
+        await self._check_known(keys, name)
+        _answer_accepted(exchange, keys.model, name)
+
+    async def withdraw(self, exchange: Exchange) -> None:
+        """If the request waits, it will not be executed, and its result is CANCELLED."""
+        keys, name = self._named(exchange)
+        await self._check_known(keys, name)
+        await self._links.call(keys.requests, ("XADD", keys.requests, "*", "withdraw", name))
+        exchange.respond(204, b"", b"")
+
+    def _named(self, exchange: Exchange) -> tuple[Keys, str]:
+        name, key = exchange.extra
+        if not CORRELATION_ID.fullmatch(name) or not name.startswith(_owner(key)):
+            raise _unknown()
+        return Keys(exchange.model, self._producer.prefix), name
+
+    async def _check_known(self, keys: Keys, name: str) -> None:
+        if not await self._links.call(keys.requests, ("EXISTS", keys.kept(name))):
+            raise _unknown()
+
+    async def _wait(self, keys: Keys, name: str, timeout_s: float) -> dict[str, Any] | None:
+        """The envelope of the result, as soon as it is there; None if it is not there in time."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            left_ms = round((end_s - time.monotonic()) * 1000)
+            block_ms = max(0, min(left_ms, _BLOCK_MS))
+            reply = await self._links.call(
+                keys.requests, read_command(keys, name, block_ms), block_ms / 1000 + _REPLY_S_MAX
+            )
+            envelope = kept_result(reply)
+            if envelope is not None or left_ms <= _BLOCK_MS:
+                return envelope
+
+
+def _name_of(exchange: Exchange, key: Key) -> str:
+    """The name of a request: that of its Idempotency-Key, which means something only to its owner."""
+    given = exchange.headers.get(IDEMPOTENCY)
+    if given is None:
+        return f"{_owner(key)}{secrets.token_hex(16)}"
+    if not 0 < len(given) <= 255:
+        raise HttpError(400, "Idempotency-Key: must have 1 to 255 characters")
+    return f"{_owner(key)}{sha256(given).hexdigest()[:32]}"
+
+
+def _owner(key: Key) -> str:
+    """What the names of all requests begin with that belong to the holder of a key: to its tenant, if it has
+    one."""
+    owner = f"tenant {key.tenant}" if key.tenant else f"key {key.name}"
+    return f"{sha256(owner.encode()).hexdigest()[:_OWNER_CHARS]}-"
+
+
+def _fingerprint(asked: Asked, body: bytes) -> bytes:
+    """What tells a request from another one of the same name: its body, and what is asked for it."""
+    fields = repr(sorted(asked.fields.items()))
+    return sha256(f"{asked.content_type}\n{fields}\n".encode() + body).hexdigest()[:32].encode()
+
+
+def is_later(exchange: Exchange) -> bool:
+    """Whether a request is to be answered before it has a result (`Prefer: respond-async`)."""
+    prefer = exchange.headers.get(b"prefer")
+    return prefer is not None and "respond-async" in preferences(prefer)
+
+
+def _wait_s(exchange: Exchange) -> float:
+    """The seconds in `Prefer: wait=N`. Raises HttpError."""
+    value = preferences(exchange.headers.get(b"prefer", b"")).get("wait", "0")
+    if not (value.isascii() and value.isdigit() and len(value) < 10):
+        raise HttpError(400, "Prefer: wait must be a whole number of seconds")
+    return float(value)
+
+
+def _answer_accepted(exchange: Exchange, model: str, name: str) -> None:
+    path = f"/carpool/v1/models/{model}/requests/{name}"
+    headers = f"location: {path}\r\ncarpool-correlation-id: {name}\r\n".encode()
+    body = f'{{"status":"ACCEPTED","correlation_id":"{name}","location":"{path}"}}\n'
+    exchange.respond(202, JSON_HEADER + RETRY_AFTER + headers, body.encode())
+
+
+def _unknown() -> HttpError:
+    return HttpError(404, "there is no such request, or its result is kept no longer")
+
+
+# --- connections ------------------------------------------------------------------------------------------
+
+
+class _Caller:
+    """A connection on which one command at a time is called."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._future: asyncio.Future[Any] | None = None
+        self.is_lost = True  # until it is connected
+        self._link = AsyncLink(url, name="gateway:kept", on_reply=self._set, on_lost=self._on_lost, key=key)
+
+    async def connect(self) -> None:
+        """Connect. Raises LinkError."""
+        await self._link.connect()
+        self.is_lost = False
+
+    async def call(self, command: Command, timeout_s: float) -> Any:
+        """Redis's reply. Raises LinkError, also if there is none in time."""
+        self._future = asyncio.get_running_loop().create_future()
+        self._link.write(encoded([command]))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._future
+        except TimeoutError:
+            raise LinkError(f"Redis did not reply within {timeout_s:g} s") from None
+        finally:
+            if not self._future.done() or self._future.cancelled():
+                self.close()  # a reply that comes later would be taken for that of the next command
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.is_lost = True
+        self._link.close()
+
+    def _set(self, reply: Any) -> None:
+        if self._future is not None and not self._future.done():
+            self._future.set_result(reply)
+
+    def _on_lost(self, error: LinkError) -> None:
+        self.is_lost = True
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(error)
+
+
+class Links:
+    """Connections to Redis for commands that may wait there, and that may be repeated: at most LINKS_MAX."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._is_cluster = is_cluster(url)
+        self._idle: dict[str, list[_Caller]] = {}  # by the key whose node they lead to
+        self._all: set[_Caller] = set()
+        self._free = asyncio.Semaphore(LINKS_MAX)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for caller in self._all:
+            caller.close()
+
+    async def call(self, key: str, command: Command, timeout_s: float = _REPLY_S_MAX) -> Any:
+        """Redis's reply to a command on a key. It is repeated if a connection is lost, for `timeout_s` and at
+        least once. Raises CarpoolErrors."""
+        end_s, backoff = time.monotonic() + timeout_s, Backoff()
+        while True:
+            try:
+                reply = await self._call_once(key, command, timeout_s)
+            except LinkError as error:
+                if time.monotonic() >= end_s:
+                    raise UnavailableError(error.detail) from None
+                await asyncio.sleep(backoff.next_s())
+                continue
+            if isinstance(reply, CommandError):
+                if reply.code == "OOM":
+                    raise ResourceExhaustedError("the memory of Redis is full")
+                raise UnavailableError(f"Redis rejected {command[0]!r}: {reply}")
+            return reply
+
+    async def _call_once(self, key: str, command: Command, timeout_s: float) -> Any:
+        key = key if self._is_cluster else ""
+        async with self._free:
+            idle = self._idle.setdefault(key, [])
+            caller = idle.pop() if idle else _Caller(self._url, key)
+            try:
+                if caller.is_lost:
+                    await caller.connect()
+                    self._all.add(caller)
+                return await caller.call(command, timeout_s)
+            finally:
+                if caller.is_lost:
+                    self._all.discard(caller)
+                else:
+                    idle.append(caller)

@@ -1,0 +1,90 @@
+"""What the gateway measures. It counts plain integers, as prometheus-client takes microseconds to count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from carpool.metrics import BucketCounts, CommonMetrics
+from carpool.prometheus import (
+    Collector,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    floatToGoString,
+)
+from carpool_gateway.server import Server
+
+_DURATIONS_US: Final = (
+    1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000, 5_000_000,
+    10_000_000, 30_000_000, 60_000_000, 300_000_000,
+)  # fmt: skip
+
+
+class GatewayMetrics(CommonMetrics):
+    """The metrics of a gateway process. Routes and status codes are few: neither is what a client wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers: dict[tuple[str, int], int] = {}
+        self._durations: dict[str, BucketCounts] = {}
+        self.server: Server | None = None
+        self.registry.register(_Collector(self))
+
+    def count_answer(self, route: str, code: int, took_us: int) -> None:
+        """Count an answer; the code 499 is a client that went away."""
+        key = (route, code)
+        self._answers[key] = self._answers.get(key, 0) + 1
+        counts = self._durations.get(route)
+        if counts is None:
+            counts = self._durations[route] = BucketCounts(_DURATIONS_US)
+        counts.observe_equal(took_us, 1)
+
+    def families(self) -> Iterable[Metric]:
+        """What is exported."""
+        answers = CounterMetricFamily(
+            "carpool_gateway_requests",
+            "Requests of HTTP that were answered, by route and status code; 499: the client went away before",
+            labels=("route", "code"),
+        )
+        for (route, code), number in list(self._answers.items()):
+            answers.add_metric((route, str(code)), number)
+        durations = HistogramMetricFamily(
+            "carpool_gateway_seconds",
+            "Time from the first byte of a request to the end of its answer",
+            labels=("route",),
+        )
+        for route, counts in list(self._durations.items()):
+            durations.add_metric((route,), *_histogram(counts))
+        yield from (answers, durations)
+        if self.server is not None:
+            yield GaugeMetricFamily(
+                "carpool_gateway_connections", "Connections of clients", value=len(self.server.connections)
+            )
+            yield GaugeMetricFamily(
+                "carpool_gateway_body_bytes",
+                "Bytes of bodies that are read, or whose requests have no result",
+                value=self.server.memory.held_bytes,
+            )
+
+
+class _Collector(Collector):
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.families()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+def _histogram(counts: BucketCounts) -> tuple[list[tuple[str, float]], float]:
+    buckets, total_us = counts.snapshot()
+    below, cumulative = 0, []
+    edges = [*map(floatToGoString, [bound / 1e6 for bound in _DURATIONS_US]), "+Inf"]
+    for edge, number in zip(edges, buckets, strict=True):
+        below += number
+        cumulative.append((edge, float(below)))
+    return cumulative, total_us / 1e6

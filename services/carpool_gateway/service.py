@@ -1,0 +1,130 @@
+"""The gateway service: a producer, the server, and how they start and stop. One event loop, one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+
+from carpool.backoff import Backoff
+from carpool.client.producer import Producer
+from carpool.errors import CarpoolError
+from carpool.settings import GatewaySettings
+from carpool_gateway.app import Gateway
+from carpool_gateway.inference import Inference
+from carpool_gateway.kept import KeptRequests
+from carpool_gateway.keys import KeyRing, is_loopback
+from carpool_gateway.limits import Limits
+from carpool_gateway.meter import GatewayMetrics
+from carpool_gateway.server import Server
+
+SILENCE_MAX_S: Final = 30.0  # of the event loop, which looks after itself twice a second
+_UPKEEP_S: Final = 0.5
+
+
+class GatewayService:
+    """Serves all registered models over HTTP. Raises ValueError and OSError if the settings do not allow it.
+
+    `unhealthy`, `unready` and `warnings` may be called on any thread.
+    """
+
+    def __init__(self, settings: GatewaySettings, metrics: GatewayMetrics, name: str) -> None:
+        self._settings = settings
+        if settings.keys is None and not (settings.anonymous or is_loopback(settings.host)):
+            raise ValueError(
+                f"without --keys everybody who reaches {settings.host} could use all models: give a file of "
+                "keys, listen on 127.0.0.1, or say that this is wanted with --anonymous"
+            )
+        try:
+            self._keys = KeyRing(settings.keys)
+        except ValueError as error:
+            raise ValueError(f"{settings.keys}: {error}") from None
+        limits = Limits(
+            body_bytes=settings.body_bytes_max,
+            memory_bytes=max(settings.memory_bytes_max, settings.body_bytes_max),
+            connections=settings.connections_max,
+            timeout_s=settings.timeout_s_max,
+        )
+        default_timeout_s = min(settings.timeout_s, settings.timeout_s_max)
+        self._producer = Producer(settings.redis_url, settings.prefix, default_timeout_s, "none")
+        self._kept = KeptRequests(self._producer, limits)
+        gateway = Gateway(
+            self._producer,
+            Inference(self._producer, limits, default_timeout_s),
+            self._kept,
+            self._keys,
+            metrics,
+            self,
+            logs_all=settings.access_log,
+        )
+        self._server = metrics.server = Server(gateway, limits, name)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._awake_s = time.monotonic()
+        self._is_connected = False
+        self._keys_problem = ""
+        self._log = structlog.get_logger()
+
+    async def start(self) -> int:
+        """Listen, and connect to Redis meanwhile. Returns the port. Raises OSError."""
+        port = await self._server.listen(self._settings.host, self._settings.port)
+        self._tasks = [asyncio.ensure_future(self._connect()), asyncio.ensure_future(self._keep_up())]
+        return port
+
+    async def stop(self) -> bool:
+        """Drain: see `Server.drain`. Returns whether every request was answered."""
+        all_answered = await self._server.drain(self._settings.drain_s)
+        await asyncio.sleep(0)  # connections that were ended withdraw their requests
+        for task in self._tasks:
+            task.cancel()
+        self._kept.close()
+        await self._producer.close()
+        return all_answered
+
+    async def _connect(self) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                await self._producer.connect()
+            except CarpoolError as error:
+                self._log.warning("Redis cannot be reached", reason=error.detail)
+                await asyncio.sleep(backoff.next_s())
+            else:
+                self._is_connected = True
+                return
+
+    async def _keep_up(self) -> None:
+        """Show that the event loop runs, and read the file of keys again when it has changed."""
+        while True:
+            self._awake_s = time.monotonic()
+            try:
+                if self._keys.reload():
+                    self._keys_problem = ""
+                    self._log.info("keys read again", file=str(self._settings.keys))
+            except (OSError, ValueError) as error:
+                if not self._keys_problem:
+                    self._log.error("keys cannot be read; those before hold", reason=str(error))
+                self._keys_problem = f"{self._settings.keys}: {error}; the keys before hold"
+            await asyncio.sleep(_UPKEEP_S)
+
+    # --- health --------------------------------------------------------------------------------------------
+
+    def unhealthy(self) -> Sequence[str]:
+        """Whether the event loop stands still."""
+        silent_s = time.monotonic() - self._awake_s
+        return [f"the event loop has stood still for {silent_s:.0f} s"] if silent_s > SILENCE_MAX_S else []
+
+    def unready(self) -> Sequence[str]:
+        """Draining, or no Redis."""
+        if self._server.is_draining:
+            return ["draining"]
+        error = self._producer.packer.transport.connection_error
+        if error is not None:
+            return [error.detail]
+        return [] if self._is_connected else ["not connected to Redis yet"]
+
+    def warnings(self) -> Sequence[str]:
+        """A file of keys that cannot be read."""
+        return [self._keys_problem] if self._keys_problem else []

@@ -1,0 +1,12 @@
+-- keep: add a request whose result is kept for whoever asks for it by name, unless it was added before.
+--
+-- KEYS  1 requests  2 kept  3 body, if it is large: it is stored under this key
+-- ARGV  1 fingerprint of the request  2 how long that is known (ms)  3 how long a stored body is kept (ms)
+--       4 the stored body, else empty  5.. field, value, ...: the entry of the request
+-- Returns the fingerprint with which the request was added before, or false if it was added now. O(1).
+local earlier = redis.call('GET', KEYS[2])
+if earlier then return earlier end
+redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2]) -- refused if the memory is full: then nothing is written
+if KEYS[3] then redis.call('SET', KEYS[3], ARGV[4], 'PX', ARGV[3]) end
+redis.call('XADD', KEYS[1], '*', unpack(ARGV, 5))
+return false
