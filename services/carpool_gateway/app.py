@@ -19,6 +19,8 @@ from carpool_gateway.inference import Inference
 from carpool_gateway.kept import IDEMPOTENCY, KeptRequests, is_later
 from carpool_gateway.keys import INFER, METRICS, Key, KeyRing
 from carpool_gateway.meter import GatewayMetrics
+from carpool_gateway.native.options import wants_stream
+from carpool_gateway.streaming import Streaming
 
 _TEXT_HEADER: Final = b"content-type: text/plain; charset=utf-8\r\n"
 _GONE: Final = 499  # what nginx logs for a client that went away
@@ -40,6 +42,7 @@ class Gateway:
         self,
         producer: Producer,
         inference: Inference,
+        streaming: Streaming,
         kept: KeptRequests,
         keys: KeyRing,
         metrics: GatewayMetrics,
@@ -50,6 +53,7 @@ class Gateway:
         self._producer = producer
         self._inference = inference
         self._kept = kept
+        self._streaming = streaming
         self._keys = keys
         self._metrics = metrics
         self._health = health
@@ -114,11 +118,17 @@ class Gateway:
         key = self._key_for(exchange, INFER, model)
         later, is_once = is_later(exchange), IDEMPOTENCY in exchange.headers
         exchange.extra = self._inference.accept(exchange, model, key, is_later=later)
-        if call == "infer":
-            return self._kept.infer if later or is_once else self._inference.infer
-        if later or is_once:
-            raise HttpError(400, "infer_many is neither sent once (Idempotency-Key) nor answered later")
-        return self._inference.infer_many
+        is_stream = wants_stream(exchange.headers)
+        if (later or is_once) and (is_stream or call != "infer"):
+            raise HttpError(
+                400, "Idempotency-Key and Prefer: respond-async are for a single result"
+            )
+        if call != "infer":
+            return self._inference.infer_many
+        if is_stream:
+            exchange.route = "stream"
+            return self._streaming.infer
+        return self._kept.infer if later or is_once else self._inference.infer
 
     def _accept_kept(self, exchange: Exchange, model: str, name: str) -> Handler:
         exchange.route = "requests"

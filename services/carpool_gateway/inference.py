@@ -19,7 +19,7 @@ from carpool.client.envelopes import EnvelopeSink
 from carpool.client.options import read_options
 from carpool.client.producer import Producer
 from carpool.client.sinks import Envelope
-from carpool.errors import OK, CarpoolError, InvalidArgumentError
+from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Result, ResultColumns
 from carpool_gateway.answers import HttpError, failure, http_error_of
@@ -142,17 +142,9 @@ class Inference:
     async def _prepare(self, exchange: Exchange, asked: Asked) -> None:
         """Decompress the body, and look the model up; then send."""
         await decompress(exchange, self._limits)
-        channel, timeout_s = await self._find(asked)
+        channel, timeout_s = await find(self._producer, asked)
         if not exchange.is_gone:
             self._send(exchange, asked, channel, timeout_s)
-
-    async def _find(self, asked: Asked) -> tuple[Channel, float]:
-        """The channel of the model, and what is left of the timeout. Raises CarpoolErrors."""
-        started_s = time.monotonic()
-        channel = await self._producer.open_channel(asked.model, asked.timeout_s)
-        waited_s = time.monotonic() - started_s
-        left_s = asked.timeout_s - waited_s if waited_s > _LOOKUP_S_MIN else asked.timeout_s
-        return channel, max(left_s, 0.001)
 
     def _send(self, exchange: Exchange, asked: Asked, channel: Channel, timeout_s: float) -> None:
         body = Encoded(asked.content_type, b"", exchange.body)
@@ -179,10 +171,10 @@ class Inference:
         await decompress(exchange, self._limits)
         lines = lines_of(exchange.body)
         asked.key.count(len(lines), now_s())
-        channel, timeout_s = await self._find(asked)
+        channel, timeout_s = await find(self._producer, asked)
         task = asyncio.current_task()
         assert task is not None
-        exchange.on_gone = lambda _: _cancel(task)
+        exchange.on_gone = lambda _: cancel(task)
         if exchange.is_gone:
             return
         packer = self._producer.packer
@@ -223,7 +215,23 @@ class _Sent(NamedTuple):
     future: asyncio.Future[Result]
 
 
-def _cancel(task: asyncio.Task[Any]) -> None:
+async def find(producer: Producer, asked: Asked) -> tuple[Channel, float]:
+    """The channel of the model, and what is left of the timeout. Raises CarpoolErrors."""
+    channel = producer.channels.get(asked.model)
+    if channel is not None:
+        return channel, asked.timeout_s
+    started_s = time.monotonic()
+    try:
+        channel = await producer.open_channel(asked.model, asked.timeout_s)
+    except NotFoundError:  # whose text names all models
+        raise NotFoundError(f"no worker has registered a model {asked.model!r}") from None
+    waited_s = time.monotonic() - started_s
+    left_s = asked.timeout_s - waited_s if waited_s > _LOOKUP_S_MIN else asked.timeout_s
+    return channel, max(left_s, 0.001)
+
+
+def cancel(task: asyncio.Task[Any]) -> None:
+    """End a task whose client has gone."""
     task.cancel()
 
 

@@ -1,7 +1,7 @@
 """Requests whose results are kept: those that nobody waits for, and those that are sent exactly once.
 
 `Prefer: respond-async` is answered at once, with the path under which the result will be. `Idempotency-Key`
-names a request, so that sending it again does not execute it again, whatever died meanwhile. Both are the same
+names a request, so that sending it again does not execute it again, whatever died meanwhile. Both are alike
 in Redis: see `carpool.store.kept`. Neither is withdrawn when a client goes away.
 
 A wait for such a result takes a connection to Redis for a second at a time, of at most LINKS_MAX.
@@ -30,7 +30,7 @@ from carpool.store.connection import Command, CommandError, LinkError
 from carpool.store.kept import keep_command, kept_result, read_command
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.inference import Asked, answer, decompress
+from carpool_gateway.inference import Asked, answer, decompress, find
 from carpool_gateway.keys import Key, now_s
 from carpool_gateway.limits import Limits
 from carpool_gateway.native.options import preferences
@@ -64,7 +64,7 @@ class KeptRequests:
             )
         asked.key.count(1, now_s())
         await decompress(exchange, self._limits)
-        await self._producer.open_channel(asked.model, asked.timeout_s)  # raises NotFoundError
+        await find(self._producer, asked)
         keys, name = Keys(asked.model, self._producer.prefix), _name_of(exchange, asked.key)
         fields = {
             **asked.fields,

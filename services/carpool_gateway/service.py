@@ -20,6 +20,7 @@ from carpool_gateway.keys import KeyRing, is_loopback
 from carpool_gateway.limits import Limits
 from carpool_gateway.meter import GatewayMetrics
 from carpool_gateway.server import Server
+from carpool_gateway.streaming import Streaming
 
 SILENCE_MAX_S: Final = 30.0  # of the event loop, which looks after itself twice a second
 _UPKEEP_S: Final = 0.5
@@ -54,6 +55,7 @@ class GatewayService:
         gateway = Gateway(
             self._producer,
             Inference(self._producer, limits, default_timeout_s),
+            Streaming(self._producer, limits),
             self._kept,
             self._keys,
             metrics,

@@ -14,7 +14,7 @@ from carpool.wire.content_types import checked
 _PREFIX: Final = b"carpool-"
 _FIELD: Final = b"carpool-field-"
 _FORM: Final = "application/x-www-form-urlencoded"
-STREAM: Final = "text/event-stream"
+STREAM: Final = b"text/event-stream"
 
 
 def _whole(name: str, value: str) -> int:
@@ -104,7 +104,7 @@ def accepted(accept: bytes) -> str:
             return ""
         if essence and "*" not in essence and quality > best_quality:
             best, best_quality = essence, quality
-    return checked("Accept", best) if best and best != STREAM else ""
+    return checked("Accept", best) if best and best != STREAM.decode() else ""
 
 
 def _quality_of(part: str) -> tuple[str, float]:
@@ -119,6 +119,11 @@ def _quality_of(part: str) -> tuple[str, float]:
                 quality = 0.0
     kept = [piece for piece in pieces if piece[:2].lower() != "q="]
     return "; ".join(kept), quality
+
+
+def wants_stream(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a client wants events."""
+    return STREAM in headers.get(b"accept", b"")
 
 
 @lru_cache(maxsize=256)
