@@ -155,7 +155,18 @@ class AsyncClient:
         `body`: numbers, text, lists, maps, numpy arrays (tensors), or bytes, which reach the model unchanged.
         Cancelling withdraws the request if it is still waiting.
         """
-        return await self._infer(self._values, model, body, options)
+        channel = self._channels.get(model)
+        if channel is None or "retries" in options:
+            return await self._infer(self._values, model, body, options)
+        future = (
+            self._packer.loop.create_future()
+        )  # here, because a coroutine more for each request is slower
+        correlation_id = self._add(channel, body, options, self._values, future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._packer.withdraw(correlation_id, future)
+            raise
 
     async def request(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Reply:
         """As `infer`, but also return how the request was executed."""
@@ -338,12 +349,15 @@ class AsyncClient:
 
     def _add(self, channel: Channel, body: Any, options: RequestOptions, sink: Sink, target: Any) -> str:
         """Send a request soon; return its correlation ID. Its result goes to the target in the sink."""
-        add, encode = self._packer.add, self._encoder.encode
         if not options:
-            return add(channel, encode(body, None), NO_FIELDS, self._timeout_s, sink, target)
+            encoded = self._encoder.encode(body, None)
+            return self._packer.add(channel, encoded, NO_FIELDS, self._timeout_s, sink, target)
         timeout_s, fields = read_options(options, self._timeout_s)
-        encoded = encode(body, options.get("content_type"))
-        return add(channel, encoded, fields, timeout_s, sink, target, options.get("correlation_id"))
+        encoded, own_id = (
+            self._encoder.encode(body, options.get("content_type")),
+            options.get("correlation_id"),
+        )
+        return self._packer.add(channel, encoded, fields, timeout_s, sink, target, own_id)
 
     def _add_or_fail(
         self, channel: Channel, body: Any, options: RequestOptions, sink: Gathering | Window
