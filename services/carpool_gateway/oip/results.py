@@ -74,10 +74,16 @@ def _tensors_of(model: OfferedModel, result: RowResult) -> Mapping[str, Any]:
         value = msgpack.unpackb(result.body)
     except ValueError:
         raise InternalError("the result is not msgpack") from None
-    named = {model.outputs[0].name: value} if len(model.outputs) == 1 and is_tensor(value) else value
-    if type(named) is not dict or any(not is_tensor(named.get(spec.name)) for spec in model.outputs):
+    if len(model.outputs) == 1 and (is_tensor(value) or type(value) is str):
+        value = {model.outputs[0].name: value}
+    if type(value) is not dict or value.keys() != {spec.name for spec in model.outputs}:
         raise InternalError("the result has not the outputs that the model declares: was the model replaced?")
-    return named
+    return {name: _as_tensor(of_one) for name, of_one in value.items()}
+
+
+def _as_tensor(value: Any) -> Any:
+    """A tensor's map; also of a text, which is how a tensor of BYTES without dimensions is written."""
+    return {"datatype": "BYTES", "shape": [], "data": [value]} if type(value) is str else value
 
 
 def _join(output: WantedOutput, tensors: Sequence[Mapping[str, Any]]) -> OutputTensor:
@@ -106,13 +112,13 @@ def _join(output: WantedOutput, tensors: Sequence[Mapping[str, Any]]) -> OutputT
 
 def _header(spec: TensorSpec, tensor: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
     """The datatype and shape of an output of one row, whose data is what they take. Raises InternalError."""
-    data = tensor["data"]
+    data = tensor["data"] if is_tensor(tensor) else None
     try:
         datatype, shape = check_header(tensor, spec.name)
         if datatype != "BYTES":
             check_length(datatype, shape, len(data) if isinstance(data, bytes) else -1, spec.name)
         is_declared = datatype == spec.datatype and spec.admits(shape)
-    except InvalidArgumentError:
+    except (InvalidArgumentError, LookupError, TypeError):
         is_declared = False
     if not is_declared or (spec.datatype == "BYTES" and type(data) is not list):
         raise InternalError(f"output {spec.name!r} is not what the model declares: was the model replaced?")
