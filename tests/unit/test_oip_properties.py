@@ -199,8 +199,8 @@ _TEXT: Final = _REQUEST.map(lambda value: json.dumps(value).encode("utf-8", "sur
 @st.composite
 def _bodies(draw: st.DrawFn) -> tuple[bytes, bytes | None]:
     text = draw(_TEXT | st.binary(max_size=30))
-    for at, new in draw(st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=3)), max_size=2)):
-        at %= len(text) + 1
+    for where, new in draw(st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=3)), max_size=2)):
+        at = where % (len(text) + 1)
         text = text[:at] + new + text[at + len(new) :]
     if draw(st.booleans()):
         return text, draw(st.none() | st.binary(max_size=4))

@@ -52,8 +52,7 @@ def join_results(model: OfferedModel, plan: Plan, results: Sequence[RowResult]) 
                 result.status, f"row {row}: {result.detail}" if len(results) > 1 else result.detail
             )
     if model.declares_outputs:
-        tensors = [_tensors_of(model, result) for result in results]
-        joined = [_join(output, [of_row[output.spec.name] for of_row in tensors]) for output in plan.outputs]
+        joined = _joined_alike(model, plan, results) or _joined(model, plan, results)
     else:
         elements = [_element(result, plan.is_chosen) for result in results]
         shape = (len(elements), *RESULT.shape)
@@ -64,6 +63,25 @@ def join_results(model: OfferedModel, plan: Plan, results: Sequence[RowResult]) 
         _classified(tensor, output.classes) if output.classes else tensor
         for tensor, output in zip(joined, plan.outputs, strict=True)
     ]
+
+
+def _joined_alike(model: OfferedModel, plan: Plan, results: Sequence[RowResult]) -> list[OutputTensor] | None:
+    """The only output, of several rows, if it is numbers and the results differ in these alone: then only the
+    first of them is decoded. Else None."""
+    if len(results) < 2 or len(model.outputs) > 1 or not plan.outputs:
+        return None
+    first, ((spec, binary, _),) = results[0], plan.outputs
+    tensor = _tensors_of(model, first)[spec.name]
+    datatype, shape = _header(spec, tensor)
+    size, data = len(first.body), tensor["data"]
+    head = bytes(first.body[: size - len(data)])
+    if datatype == "BYTES" or not data or first.body[len(head) :] != data:
+        return None
+    for result in results:
+        if len(result.body) != size or result.body[: len(head)] != head or result.content_type != MSGPACK:
+            return None
+    joined = b"".join([result.body[len(head) :] for result in results])
+    return [OutputTensor(spec.name, datatype, (len(results), *shape), joined, binary)]
 
 
 def _tensors_of(model: OfferedModel, result: RowResult) -> Mapping[str, Any]:
@@ -84,6 +102,11 @@ def _tensors_of(model: OfferedModel, result: RowResult) -> Mapping[str, Any]:
 def _as_tensor(value: Any) -> Any:
     """A tensor's map; also of a text, which is how a tensor of BYTES without dimensions is written."""
     return {"datatype": "BYTES", "shape": [], "data": [value]} if type(value) is str else value
+
+
+def _joined(model: OfferedModel, plan: Plan, results: Sequence[RowResult]) -> list[OutputTensor]:
+    tensors = [_tensors_of(model, result) for result in results]
+    return [_join(output, [of_row[output.spec.name] for of_row in tensors]) for output in plan.outputs]
 
 
 def _join(output: WantedOutput, tensors: Sequence[Mapping[str, Any]]) -> OutputTensor:
