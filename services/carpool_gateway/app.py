@@ -120,9 +120,7 @@ class Gateway:
         exchange.extra = self._inference.accept(exchange, model, key, is_later=later)
         is_stream = wants_stream(exchange.headers)
         if (later or is_once) and (is_stream or call != "infer"):
-            raise HttpError(
-                400, "Idempotency-Key and Prefer: respond-async are for a single result"
-            )
+            raise HttpError(400, "Idempotency-Key and Prefer: respond-async are for a single result")
         if call != "infer":
             return self._inference.infer_many
         if is_stream:

@@ -35,6 +35,7 @@ FORBIDDEN_IMPORTS: Final = (
     ("carpool.store", "hiredis"),
     ("carpool_worker", "prometheus_client"),
     ("carpool_worker", "rich"),
+    ("carpool_gateway.oip", "carpool.client"),
     ("carpool_cli.demo", "onnxruntime"),
     ("carpool_cli", "importlib"),
 )

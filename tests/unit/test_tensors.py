@@ -412,6 +412,10 @@ def test_a_number_is_rounded_once(datatype: str, number: float) -> None:
             assert lost is None and Fraction(converted.item()) == expected
 
 
+def test_an_integer_beside_nan_is_rounded_once() -> None:
+    assert array_of([2**60 + 2**36 + 1, float("nan")], "FP32")[0] == 2**60 + 2**37
+
+
 def test_longdouble_is_rounded_once() -> None:
     number = np.longdouble(1) + np.longdouble(2) ** -11 + np.longdouble(2) ** -62
     if number == 1 + 2**-11:

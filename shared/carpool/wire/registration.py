@@ -46,10 +46,19 @@ def encode_registration(
 
 def decode_inputs(registration: Mapping[str, str]) -> list[TensorSpec]:
     """The tensors that a registered model declares as inputs. Raises ValueError if malformed."""
+    return _decode_specs(registration, "inputs")
+
+
+def decode_outputs(registration: Mapping[str, str]) -> list[TensorSpec]:
+    """The tensors that a registered model declares as outputs. Raises ValueError if malformed."""
+    return _decode_specs(registration, "outputs")
+
+
+def _decode_specs(registration: Mapping[str, str], name: str) -> list[TensorSpec]:
     try:
-        return [TensorSpec(**spec) for spec in json.loads(registration.get("inputs", "[]"))]
+        return [TensorSpec(**spec) for spec in json.loads(registration.get(name, "[]"))]
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"registered inputs are not a list of tensors: {error}") from None
+        raise ValueError(f"registered {name} are not a list of tensors: {error}") from None
 
 
 def combined(

@@ -544,7 +544,7 @@ def _cast(data: object, datatype: str) -> Array:
     if dtype.kind != "f":
         return np.asarray(data, dtype)
     array = np.asarray(data, np.float64)
-    if datatype != "FP64" and np.abs(array).max(initial=0) > _FLOAT64_INTEGER_MAX:
+    if datatype != "FP64" and not (np.abs(array) <= _FLOAT64_INTEGER_MAX).all():  # true for NaN
         for index, number in np.ndenumerate(np.asarray(data, object)):
             if type(number) is int:
                 array[index] = _integer_to_odd(number)
