@@ -31,9 +31,10 @@ _WITHOUT_SELECTORS: Final = (
 class AclSettings(CarpoolSettings):
     """Write Redis's ACL file: one user for each role, with the permissions that the role needs and no others.
 
-    The roles are producer, batcher, worker, metrics and admin; no other user can connect. The password of a
-    role is in SECRETS/ROLE/password, and is generated if that file does not exist. Each is in a directory of
-    its own, so that it can be given to that role alone. Running the command again changes nothing.
+    The roles are producer, batcher, worker, gateway, metrics and admin; no other user can connect. The
+    password of a role is in SECRETS/ROLE/password, and is generated if that file does not exist. Each is in a
+    directory of its own, so that it can be given to that role alone. Running the command again changes
+    nothing.
 
     To rotate a password: run with --rotate ROLE, run `ACL LOAD` in Redis, and restart that role. Then run
     without --rotate, and `ACL LOAD` again: the old password works until that second `ACL LOAD`.
@@ -45,7 +46,7 @@ class AclSettings(CarpoolSettings):
     redis: Literal["6", "7"] = Field(
         "7", description="oldest Redis version to support; only 7 can limit each command to its own keys"
     )
-    rotate: Literal["producer", "batcher", "worker", "metrics", "admin"] | None = Field(
+    rotate: Literal["producer", "batcher", "worker", "gateway", "metrics", "admin"] | None = Field(
         None, description="the role that gets a new password in addition to its present one"
     )
 

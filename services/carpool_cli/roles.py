@@ -81,20 +81,13 @@ _PRODUCE: Final = (
     Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),
     Grant("send a request together with its large body", "multi exec"),
     Grant("store a large body", "set", "body"),
-    Grant("read a result from its list", "blpop blmove", "result"),
     Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
 )
 
+_READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "result")
+
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
-    "producer": (_CONNECT, _CLUSTER, *_PRODUCE),
-    "gateway": (
-        _CONNECT,
-        _CLUSTER,
-        *_PRODUCE,
-        Grant("keep.lua: add a request once, whose result is kept", "eval xadd", "requests"),
-        Grant("keep.lua: whether it was added before", "eval get set exists", "kept"),
-        Grant("keep.lua: a large body", "eval set", "body"),
-    ),
+    "producer": (_CONNECT, _CLUSTER, *_PRODUCE, _READ_LISTS),
     "batcher": (
         _CONNECT,
         _CLUSTER,
@@ -181,10 +174,19 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         *_CHANGE_SEQUENCES,
         *_DELIVER,
     ),
+    "gateway": (
+        _CONNECT,
+        _CLUSTER,
+        *_PRODUCE,
+        Grant("read an operator's overrides of settings", "hgetall", "config"),
+        Grant("the script keep", "eval", "requests kept body"),
+        Grant("keep.lua: whether a request was added before", "get set exists", "kept"),
+    ),
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
     "admin": (
         _CONNECT,
         *_PRODUCE,
+        _READ_LISTS,
         *_COUNTS,
         Grant("read the age of the first waiting request", "xrange xinfo|stream", "requests"),
         Grant("read batches in flight", "xrange xinfo|stream", "batches settled"),

@@ -49,6 +49,7 @@ class Gateway:
         health: Health,
         *,
         logs_all: bool,
+        logs_debug: bool,
     ) -> None:
         self._producer = producer
         self._inference = inference
@@ -58,7 +59,7 @@ class Gateway:
         self._metrics = metrics
         self._health = health
         self._log = structlog.get_logger()
-        self._log_answer = self._log.info if logs_all else self._log.debug
+        self._logs_all, self._logs_debug = logs_all, logs_debug
         self._fixed: Mapping[str, Callable[[Exchange], Handler]] = {
             "/healthz": self._accept_healthz,
             "/readyz": self._accept_readyz,
@@ -80,17 +81,23 @@ class Gateway:
         code = exchange.code if exchange.code and not exchange.is_gone else _GONE
         took_us = int((time.monotonic() - exchange.started_s) * 1e6)
         self._metrics.count_answer(exchange.route, code, took_us)
-        log = self._log.warning if code >= 500 and code not in _OF_CLIENTS else self._log_answer
-        log(
-            "answered",
-            method=exchange.method,
-            path=exchange.path,
-            code=code,
-            took_ms=took_us / 1000,
-            request=exchange.request_id,
-            model=exchange.model,
-            key=exchange.key_name,
-        )
+        if code < 500 and not self._logs_all and not self._logs_debug:
+            return
+        figures = {
+            "method": exchange.method,
+            "path": exchange.path,
+            "code": code,
+            "took_ms": took_us / 1000,
+            "request": exchange.request_id,
+            "model": exchange.model,
+            "key": exchange.key_name,
+        }
+        if code >= 500 and code not in _OF_CLIENTS:
+            self._log.warning("answered", **figures)
+        elif self._logs_all:
+            self._log.info("answered", **figures)
+        else:
+            self._log.debug("answered", **figures)
 
     # --- routes --------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ import httptools
 import structlog
 
 from carpool.errors import CarpoolError
+from carpool.shown import trace_of
 from carpool_gateway.answers import STATUS_LINES, HttpError, http_error_of
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import BodyMemory, Limits, too_large
@@ -183,8 +184,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
             if not isinstance(cause, HttpError):
-                self.server.log.exception("request failed", exc_info=cause or error)
-                cause = HttpError(500, "the gateway failed; its log says more")
+                cause = self._failure(cause or error)
             self._end_with(cause)
         except httptools.HttpParserError as error:
             self._end_with(HttpError(400, f"malformed request: {str(error) or type(error).__name__}"))
@@ -389,9 +389,13 @@ class Connection(asyncio.Protocol):
         if isinstance(error, CarpoolError):
             error = http_error_of(error)
         elif not isinstance(error, HttpError):
-            self.server.log.error("request failed", request=exchange.request_id, exc_info=error)
-            error = HttpError(500, "the gateway failed; its log says more")
+            error = self._failure(error)
         exchange.fail(error)
+
+    def _failure(self, error: BaseException) -> HttpError:
+        """Log a mistake of the gateway's own, without its text, which may quote a body."""
+        self.server.log.error("request failed", exception=trace_of(error))
+        return HttpError(500, "the gateway failed; its log says more")
 
     def _on_answered(self, exchange: Exchange) -> None:
         """The answer was given to the transport: go on with the next request."""

@@ -61,6 +61,7 @@ class GatewayService:
             metrics,
             self,
             logs_all=settings.access_log,
+            logs_debug=settings.log_level == "debug",
         )
         self._server = metrics.server = Server(gateway, limits, name)
         self._tasks: list[asyncio.Task[None]] = []

@@ -29,6 +29,7 @@ VOLUMES: Final = {
     "redis": {"redis-data", "redis-acl", "lock-metrics"},
     "batcher": {"lock-batcher"},
     "worker": {"lock-worker"},
+    "gateway": {"lock-gateway"},
     "prometheus": {"prometheus-data"},
 }
 # Appended to tests/support/models/hashing.py. It is slow, so that a worker always executes a batch during a
@@ -73,6 +74,9 @@ def slow(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 
 def test_request_is_answered(stack: Project) -> None:
     assert stack("run", "--rm", "tools", "infer", "square", "7").split()[-1] == "49"
+    url = f"http://{stack.address('gateway', 8000)}/carpool/v1/models/square/infer"
+    with urllib.request.urlopen(url, data=b"7", timeout=30) as answer:
+        assert answer.read() == b"49"
 
 
 def test_operator_reads_and_changes_what_a_producer_may_not(stack: Project) -> None:
@@ -101,13 +105,17 @@ def test_prometheus_scrapes_all_services_and_loads_the_alerts(stack: Project) ->
 
     def is_complete() -> bool:
         series = get(f"query?query={quote('sum by (job) (up)')}")["result"]
-        return {each["metric"]["job"]: each["value"][1] for each in series} == {"batcher": "2", "worker": "1"}
+        return {each["metric"]["job"]: each["value"][1] for each in series} == {
+            "batcher": "2", "worker": "1", "gateway": "1",
+        }  # fmt: skip
 
-    wait_until(is_complete, description="Prometheus has scraped two batchers and a worker", timeout_s=30)
+    wait_until(
+        is_complete, description="Prometheus has scraped two batchers, a worker and a gateway", timeout_s=30
+    )
     assert get("rules")["groups"]
 
 
-@pytest.mark.parametrize("service", ["redis", "batcher", "worker", "prometheus"])
+@pytest.mark.parametrize("service", ["redis", "batcher", "worker", "gateway", "prometheus"])
 def test_container_has_minimal_privileges(stack: Project, service: str) -> None:
     for container in stack.containers(service):
         host = container["HostConfig"]
@@ -122,14 +130,17 @@ def test_container_has_minimal_privileges(stack: Project, service: str) -> None:
         assert fields["NoNewPrivs"].strip() == "1"
 
 
-def test_only_prometheus_has_a_port_and_only_on_loopback(stack: Project) -> None:
+def test_only_two_services_have_a_port_and_only_on_loopback(stack: Project) -> None:
     published = {
         (container["Config"]["Labels"]["com.docker.compose.service"], port, address["HostIp"])
         for container in stack.containers()
         for port, addresses in container["NetworkSettings"]["Ports"].items()
         for address in addresses or ()
     }
-    assert published == {("prometheus", "9090/tcp", "127.0.0.1")}
+    assert published == {
+        ("gateway", "8000/tcp", "127.0.0.1"),
+        ("prometheus", "9090/tcp", "127.0.0.1"),
+    }
 
 
 def test_prometheus_cannot_reach_redis(stack: Project) -> None:
@@ -141,8 +152,10 @@ def test_prometheus_cannot_reach_redis(stack: Project) -> None:
 def test_redis_requires_a_password_that_no_container_description_shows(stack: Project) -> None:
     (redis,) = stack.containers("redis")
     assert "NOAUTH" in stack.inside(redis, "redis-cli", "ping")
-    passwords = [stack.password(role) for role in ("producer", "batcher", "worker", "metrics", "admin")]
-    assert len(set(passwords)) == 5
+    passwords = [
+        stack.password(role) for role in ("producer", "batcher", "worker", "gateway", "metrics", "admin")
+    ]
+    assert len(set(passwords)) == 6
     description = json.dumps(stack.containers())
     assert not [password for password in passwords if password in description]
 

@@ -29,6 +29,7 @@ from carpool_cli.roles import ROLES
 from conftest import SERVERS, name_of
 from support.command import Done, carpool
 from support.configured import NO_PERSISTENCE, ConfiguredRedis, major
+from support.http import call
 from support.models.bound import digest
 from support.models.stateful import folded
 from support.stack import RESULT_S, Stack, envelope
@@ -92,7 +93,7 @@ def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     environment: dict[str, dict[str, str]] = {}
     with Stack(home / "logs", server=server, environment=environment) as stack:
         secured = Secured(stack, f"127.0.0.1:{server.port}", secrets, users, rules)
-        environment |= {role: secured.environment(role) for role in ("batcher", "worker")}
+        environment |= {role: secured.environment(role) for role in ("batcher", "worker", "gateway")}
         stack.serve(*MODELS)
         yield secured
 
@@ -175,6 +176,22 @@ def test_client_gets_results_and_errors(no_denials: Secured) -> None:
         assert client.infer("square", 12) == 144
         with pytest.raises(InvalidArgumentError):
             client.infer("square", "not a number")
+
+
+def test_gateway_infers_streams_and_keeps_results(no_denials: Secured) -> None:
+    gateway = no_denials.stack.gateway()
+    path = "/carpool/v1/models/Echo/infer"
+    for body in (b"7", b'"' + b"x" * 20_000 + b'"'):
+        assert call(gateway.url, "POST", path, body).body == body
+        assert call(gateway.url, "POST", path, body, Idempotency_Key=f"of-{len(body)}").body == body
+    assert call(gateway.url, "POST", f"{path}_many", b"1\n2").body == b'{"result":1}\n{"result":2}\n'
+    assert call(gateway.url, "POST", path, b"7", Accept="text/event-stream").body.startswith(b"data: 7")
+    later = call(gateway.url, "POST", path, b"7", Prefer="respond-async").headers["location"]
+    assert call(gateway.url, "GET", later, Prefer="wait=30").body == b"7"
+    assert call(gateway.url, "DELETE", later).code == 204
+    assert call(gateway.url, "POST", "/carpool/v1/models/nobody/infer", b"7").code == 404
+    assert "Echo" in call(gateway.url, "GET", "/carpool/v1/models").json["models"]
+    gateway.terminate()
 
 
 def test_producer_with_a_plain_redis_client(no_denials: Secured, producer: Any, unique: str) -> None:
@@ -590,6 +607,17 @@ FORBIDDEN: Final = {
         "SCAN 0", "XAUTOCLAIM x y z 0 0", f"BLMOVE {A} another LEFT LEFT 1",
         "BLPOP another 1",
     ],
+    "gateway": [
+        *READS_REQUESTS, *WRITES_MODEL, "SREM carpool:models m", f"DEL {R}", f"DEL {A}", f"BLPOP {A} 1",
+        f"XADD {B} * a b", f"XADD {S} * a b", f"XADD {D} * a b", f"XREAD STREAMS {B} 0", f"XRANGE {B} - +",
+        f"XREAD STREAMS {D} 0", f"XTRIM {B} MAXLEN 0", f"XDEL {B} 1-1", f"XDEL {D} 1-1",
+        f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >", f"SET {L} me", f"GET {L}",
+        f"ZADD {Z} 1 me", f"HGETALL {P}", f"HSET {C} max_batch_size 1", f"RPUSH {A} forged", "TIME", "INFO",
+        "EVALSHA 0000000000000000000000000000000000000000 0", "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
+        "ACL WHOAMI", "CLIENT LIST", "CLIENT KILL ID 1", f"GET {T}", f"SET {T} x", f"GETRANGE {G} 0 1",
+        f"UNLINK {G}", f"HGET {Q} state", f"HSET {Q} state x", f"DEL {Q}", f"ZREM {K} x", "SCAN 0",
+        f"EVAL return(1) 1 {B}",
+    ],
     "batcher": [
         "SADD carpool:models x", "SREM carpool:models m", f"XADD {D} * a b",
         f"XACK {B} {W} 1-1", f"XREAD STREAMS {D} 0",
@@ -628,6 +656,10 @@ FORBIDDEN_BY_SELECTORS: Final = {
     "producer": [
         f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
         f"XADD {A} * a b", f"BLPOP {R} 1", f"SET {R} x", f"SET {A} x",
+    ],
+    "gateway": [
+        f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
+        f"GET {G}", f"SET {R} x", f"GET {R}", f"EVAL return(1) 1 {Y}", f"EVAL return(1) 1 {M}",
     ],
     "batcher": [
         f"DEL {R}", f"SET {R} x", f"XDEL {B} 1-1", f"XADD {S} * a b", f"GET {A}", f"XREAD STREAMS {B} 0",

@@ -40,6 +40,7 @@ PRELOADED: Final = (
     "carpool_batcher.__main__",
     "carpool_worker.__main__",
     "carpool_worker.model_process.main",
+    "carpool_gateway.__main__",
     "carpool_cli.__main__",
     "carpool_cli.config",
     "carpool_cli.dead",

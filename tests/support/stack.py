@@ -31,6 +31,7 @@ from redis import Redis
 import carpool
 import carpool_batcher
 import carpool_cli
+import carpool_gateway
 import carpool_worker
 from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.lifecycle import command_that_dies_with_parent
@@ -53,14 +54,14 @@ Event = dict[str, Any]
 _LOG_CALL: Final = re.compile(r'log(?:ger\(\))?\.(?:debug|info|warning|error|exception)\(\s*"([^"]+)"')
 LOG_EVENTS: Final = frozenset(
     event
-    for package in (carpool, carpool_batcher, carpool_cli, carpool_worker)
+    for package in (carpool, carpool_batcher, carpool_cli, carpool_gateway, carpool_worker)
     for file in Path(package.__path__[0]).rglob("*.py")
     for event in _LOG_CALL.findall(file.read_text())
 )
 
 
 class Service:
-    """A batcher or worker process and its log. It is forked, or with `fresh` a new interpreter."""
+    """A batcher, worker or gateway process and its log. It is forked, or with `fresh` a new interpreter."""
 
     def __init__(
         self,
@@ -156,6 +157,12 @@ class Service:
         url: str = self.wait_for("serving metrics and health")["url"]
         return url.removesuffix("/metrics")
 
+    @property
+    def url(self) -> str:
+        """The URL of a gateway."""
+        url: str = self.wait_for("gateway started")["url"]
+        return url
+
     def end_of_log(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
         state = "running" if self.alive else f"exited with {self.process.returncode}"
@@ -227,6 +234,14 @@ class Stack:
         service = self._start("worker", [spec, *flags], faulty_package)
         if ready:
             service.wait_for("worker ready")
+        return service
+
+    def gateway(self, *flags: str, ready: bool = True) -> Service:
+        """Start a gateway, on a free port unless `flags` name one; wait until it serves unless `ready` is
+        False."""
+        service = self._start("gateway", ["--port", "0", *flags], None)
+        if ready:
+            service.wait_for("gateway started")
         return service
 
     def serve(self, *specs: str) -> str:

@@ -19,6 +19,7 @@ from carpool.store import (
     dead_letters,
     directory,
     eviction,
+    kept,
     reader,
     results,
     steps,
@@ -59,7 +60,7 @@ def hashed(password: str) -> str:
 def test_each_role_gets_its_own_password_readable_only_by_its_owner() -> None:
     assert run_acl() == 0
     generated = passwords()
-    assert len({*generated.values()}) == len(ROLES) == 5
+    assert len({*generated.values()}) == len(ROLES) == 6
     assert all(len(password) == 43 for password in generated.values())
     for role in ROLES:
         path = Path("passwords") / role / "password"
@@ -89,7 +90,7 @@ def test_second_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert passwords() == before
     assert (Path("users.acl").read_text(), Path("users.acl").stat().st_ino) == (text, inode)
     printed = capsys.readouterr().out
-    assert printed.count("is unchanged") == 5
+    assert printed.count("is unchanged") == 6
     assert "users.acl is up to date" in printed
 
 
@@ -186,6 +187,7 @@ def test_selectors_give_each_command_its_own_keys() -> None:
 
 
 STORES: Final = {
+    "gateway": (kept,),
     "batcher": (batcher, reader, results, upkeep),
     "worker": (worker, steps, bound, results, dead_letters),
 }
@@ -216,6 +218,7 @@ def test_producer_has_every_permission_that_the_client_uses() -> None:
         )
     }
     assert used - {"client"} <= commands("producer")
+    assert used - {"client"} <= commands("gateway")
 
 
 # Commands that these scripts do not use for this role.

@@ -24,7 +24,7 @@ import structlog
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool.store.server_version import NEEDED, ServerVersion, of_binary
 
-_HOST: Final = "127.0.0.1"
+HOST: Final = "127.0.0.1"
 
 # Below the ports that Linux and macOS assign to outgoing connections (from 32768 and 49152 on). From those, a
 # client that retries while the server is down can be assigned the server's own port, and so connect to
@@ -118,7 +118,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        return f"redis://{_HOST}:{self.port}/0"
+        return f"redis://{HOST}:{self.port}/0"
 
     @property
     def unix_url(self) -> str | None:
@@ -180,7 +180,7 @@ class EmbeddedRedis:
     def _options(self, port: int) -> list[str]:
         options = {
             "port": str(port),
-            "bind": _HOST,
+            "bind": HOST,
             "protected-mode": "yes",
             "daemonize": "no",
             "dir": str(self._home),
@@ -204,13 +204,13 @@ class EmbeddedRedis:
                 until_s = time.monotonic() + self.start_timeout_s
             if time.monotonic() > until_s:
                 raise EmbeddedRedisError(
-                    f"{self.binary} did not answer on {_HOST}:{port} within {self.start_timeout_s:g} s, "
+                    f"{self.binary} did not answer on {HOST}:{port} within {self.start_timeout_s:g} s, "
                     f"and was stopped. {self._end_of_log()}"
                 )
             time.sleep(_POLL_S)
         if not is_free(port):
             raise _PortTakenError(
-                f"Port {port} of {_HOST} is taken by another program, so {self.binary} cannot listen on it. "
+                f"Port {port} of {HOST} is taken by another program, so {self.binary} cannot listen on it. "
                 "Stop that program, or choose another port with --redis-port."
             )
         raise EmbeddedRedisError(
@@ -290,7 +290,7 @@ def _free_port() -> int:
         if is_free(port):
             return port
     raise EmbeddedRedisError(
-        f"No free port was found on {_HOST} from {_FREE_PORTS.start} to {_FREE_PORTS.stop - 1}. "
+        f"No free port was found on {HOST} from {_FREE_PORTS.start} to {_FREE_PORTS.stop - 1}. "
         "Choose one with --redis-port."
     )
 
@@ -299,7 +299,7 @@ def is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server sets it
         try:
-            probe.bind((_HOST, port))
+            probe.bind((HOST, port))
         except OSError:
             return False
     return True
@@ -330,7 +330,7 @@ def _version(port: int, pid: int) -> str | None:
 
 def _ask(port: int, command: bytes) -> bytes:
     with (
-        socket.create_connection((_HOST, port), timeout=_ANSWER_TIMEOUT_S) as connection,
+        socket.create_connection((HOST, port), timeout=_ANSWER_TIMEOUT_S) as connection,
         connection.makefile("rb") as reply,
     ):
         connection.sendall(command + b"\r\n")

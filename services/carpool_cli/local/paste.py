@@ -1,4 +1,4 @@
-"""Commands to copy: each sends one request to a running stack, from a shell, redis-cli or Python."""
+"""Commands to copy: each sends one request to a running stack, from a shell, curl, redis-cli or Python."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ _FLAGS: Final = {
     ModelKind.STATEFUL: _WHOLE_SEQUENCE,
     ModelKind.BOUND: _WHOLE_SEQUENCE,
 }
+_HEADERS: Final = {
+    ModelKind.PLAIN: "",
+    ModelKind.STEPPING: " -N -H 'Accept: text/event-stream'",
+    **dict.fromkeys(
+        (ModelKind.STATEFUL, ModelKind.BOUND),
+        " -H 'Carpool-Sequence-Id: try' -H 'Carpool-Sequence-Start: true' -H 'Carpool-Sequence-End: true'",
+    ),
+}
 _FIELDS: Final = " sequence_id try sequence_start 1 sequence_end 1"
 _OPTIONS: Final = ', sequence_id="try", sequence_start=True, sequence_end=True'
 _DEFAULT_URLS: Final = ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379")
@@ -34,19 +42,22 @@ def lines(
     prefix: str = DEFAULT_PREFIX,
     inputs: Sequence[TensorSpec] = (),
     kind: ModelKind = ModelKind.PLAIN,
+    gateway_url: str = "",
 ) -> list[str]:
-    """A command for `carpool infer`, one for redis-cli and one for Python. A body too large for JSON has only
-    the last. If the model steps, the first prints chunks as they come; if it keeps states, each command sends
-    a sequence of one request.
+    """Commands for `carpool infer`, for curl if there is a gateway, for redis-cli and for Python. A body too
+    large for JSON has only the last. If the model steps, the first two print chunks as they come;
+    if it keeps states, each command sends a sequence of one request.
 
     No command contains a password: it is taken from the environment.
     """
     body = example(model, inputs)
     python = _python(url, model, prefix, body, kind)
-    return [*_shell(url, model, prefix, body, kind), python] if body.json or body.json_maker else [python]
+    if not (body.json or body.json_maker):
+        return [python]
+    return [*_shell(url, model, prefix, body, kind, gateway_url), python]
 
 
-def _shell(url: str, model: str, prefix: str, body: Example, kind: ModelKind) -> list[str]:
+def _shell(url: str, model: str, prefix: str, body: Example, kind: ModelKind, gateway_url: str) -> list[str]:
     keys, cli = Keys(model, prefix), _redis_cli(url)
     prefix_flag = "" if prefix == DEFAULT_PREFIX else f" --prefix {shlex.quote(prefix)}"
     url_flag = "" if _is_default(url) or _has_password(url) else f" --redis-url {shlex.quote(url)}"
@@ -54,13 +65,17 @@ def _shell(url: str, model: str, prefix: str, body: Example, kind: ModelKind) ->
     fields = _FIELDS if kind.has_sequences else ""
     if body.json:
         before, text = "", shlex.quote(body.json.strip('"'))  # `carpool infer` sends text as a JSON string
+        data = f"-d {shlex.quote(body.json)}"
         add = f"{cli} XADD {shlex.quote(keys.requests)} '*'{fields} body {shlex.quote(body.json)}"
     else:
         maker = shlex.quote(f"import json; print(json.dumps({body.json_maker}))")
         before, text = f"{command('python')} -c {maker} | ", "-"
+        data = "--data-binary @-"
         add = f"{before}{cli} -x XADD {shlex.quote(keys.requests)} '*'{fields} body"
+    path = f"{gateway_url}/carpool/v1/models/{model}/infer"
     return [
         f"{before}{command('carpool')} infer {model} {text}{flags}",
+        *([f"{before}curl {data}{_HEADERS[kind]} {path}"] if gateway_url else []),
         f'{cli} BLPOP "{keys.result(f"$({add})")}" 5',
     ]
 

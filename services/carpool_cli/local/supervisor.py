@@ -1,17 +1,19 @@
-"""Starts and supervises a stack on one machine: Redis if no URL is given, a batcher, and a worker for each
-model.
+"""Starts and supervises a stack on one machine: Redis if no URL is given, a batcher, a worker for each model,
+and a gateway if one is wanted.
 
-Start order: Redis first, then the batcher and the workers, which connect to it. Stop order: the workers
-finish their executions, then the batcher releases its leases, and Redis stops last, because both need it to
-do so. Everything is started from the main thread and ends with this process, however it ends
+Start order: Redis first, then the others, which connect to it. Stop order: the gateway answers its requests,
+the workers finish their executions, then the batcher releases its leases, and Redis stops last, because all
+need it to do so. Everything is started from the main thread and ends with this process, however it ends
 (`carpool.lifecycle`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,7 +35,7 @@ from carpool.store.connection import CommandError, Link
 from carpool.store.directory import take_snapshot
 from carpool.wire.registration import decode_inputs
 from carpool.wire.tensors import TensorSpec
-from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, is_free
+from carpool_cli.local.embedded import HOST, EmbeddedRedis, EmbeddedRedisError, is_free
 from carpool_worker.model_process.loader import model_name
 
 POLL_S: Final = 0.1  # the interval at which `run_once` is to be called
@@ -44,6 +46,8 @@ RESTART_DELAY_RESET_S: Final = 10.0  # ... and reset for a child that ran for th
 BATCHER_STOP_TIMEOUT_S: Final = 10.0
 LOADING_STOP_TIMEOUT_S: Final = 1.0  # for a worker that does not serve yet, and so has nothing to finish
 REDIS_PORT: Final = 6379
+GATEWAY_PORT: Final = 8000
+GATEWAY_STARTS_MAX: Final = 5  # of one that may have any port; another program may take it first
 # Our own settings put these into the URL. A child that also found them in its environment would reject both.
 _IN_THE_URL: Final = tuple(
     f"CARPOOL_{name.upper()}" for name in RedisSettings.model_fields if name != "redis_url"
@@ -61,7 +65,8 @@ class ServiceEndedError(StartError):
 @dataclass(frozen=True, slots=True)
 class StackPlan:
     """What to run. `models` are written as for a worker. The batcher has `http_port`, and the workers have
-    the ports after it. `logs` is a directory, or None for standard error."""
+    the ports after it. `gateway_port`: 0 for any, None for no gateway. `logs` is a directory, or None for
+    standard error."""
 
     models: Sequence[str]
     redis_url: str | None = None
@@ -73,6 +78,7 @@ class StackPlan:
     drain_s: float = 30.0
     log_level: str = "info"
     http_port: int | None = None
+    gateway_port: int | None = None
     policies: Sequence[str] = ()
     logs: Path | None = None
 
@@ -205,6 +211,66 @@ class WorkerService(Service):
         super().start()
 
 
+class GatewayService(Service):
+    """The gateway. `port`: 0 for the usual one if that is free, else any."""
+
+    def __init__(self, port: int, plan: StackPlan, environment: Mapping[str, str]) -> None:
+        self._takes_any_port = port == 0
+        self.port = port or (GATEWAY_PORT if is_free(GATEWAY_PORT) else free_port())
+        self._starts = 1
+        self.serving = False
+        self._flags = ["carpool_gateway", "--host", HOST, "--drain-s", str(plan.drain_s)]
+        super().__init__("gateway", self._flags, environment, plan.logs)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> None:
+        self._argv = [*self._flags, "--port", str(self.port)]
+        super().start()
+
+    def start_elsewhere(self) -> bool:
+        """It could not start: perhaps another program took the port. Returns whether it is tried again."""
+        if not self._takes_any_port or self._starts == GATEWAY_STARTS_MAX:
+            return False
+        self._starts += 1
+        self.port = free_port()
+        self.start()
+        return True
+
+    def check_serving(self) -> bool:
+        """Whether it is this one that answers on its port, and has Redis."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=1.0)
+        try:
+            connection.request("GET", "/readyz")
+            answer = connection.getresponse()
+            name = answer.headers.get("x-request-id", "").rpartition("-")[0]
+            self.serving = answer.status == http.HTTPStatus.OK and is_local_process(name, self.pid)
+        except (OSError, http.client.HTTPException):
+            self.serving = False
+        finally:
+            connection.close()
+        return self.serving
+
+
+def can_serve_http() -> bool:
+    """Whether the packages of the gateway are installed."""
+    try:
+        import httptools  # noqa: F401, PLC0415 (an optional dependency)
+        import msgspec  # noqa: F401, PLC0415
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def free_port() -> int:
+    """A port that no program listens on now."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return int(listener.getsockname()[1])
+
+
 class Restarter:
     """Starts a child again whenever it ends: soon at first, and later if it keeps ending."""
 
@@ -258,6 +324,7 @@ class Supervisor:
         self._services_url = self.url
         self.workers: list[WorkerService] = []
         self._batcher: Service | None = None
+        self.gateway: GatewayService | None = None
         self._restarters: list[Restarter] = []
         self._link: Link | None = None
         self._ready_check_at_s = 0.0
@@ -266,8 +333,11 @@ class Supervisor:
 
     @property
     def serving(self) -> bool:
-        """Whether every model is served."""
-        return bool(self.workers) and all(worker.serving for worker in self.workers)
+        """Whether every model is served, by the gateway too."""
+        return all(service.serving for service in self._serving_services())
+
+    def _serving_services(self) -> list[WorkerService | GatewayService]:
+        return [*self.workers, *([self.gateway] if self.gateway else [])]
 
     def start(self) -> None:
         """Start everything without waiting for the models. Raises EmbeddedRedisError or UnavailableError."""
@@ -285,12 +355,15 @@ class Supervisor:
         self.workers = [
             WorkerService(spec, plan, self._environment(at)) for at, spec in enumerate(plan.models, 1)
         ]
-        for service in (self._batcher, *self.workers):
+        if plan.gateway_port is not None:
+            self.gateway = GatewayService(plan.gateway_port, plan, self._environment(None))
+        for service in (self._batcher, *self._serving_services()):
             service.start()
             self._restarters.append(Restarter(service, time.monotonic()))
 
-    def _environment(self, at: int) -> dict[str, str]:
-        """The environment of the batcher, which has the number 0, or of a worker, from 1 on."""
+    def _environment(self, at: int | None) -> dict[str, str]:
+        """The environment of the batcher, which has the number 0, of a worker, from 1 on, or of the gateway,
+        which has no second port."""
         plan = self._plan
         environment = {
             **os.environ,
@@ -300,7 +373,7 @@ class Supervisor:
             "CARPOOL_LOG_LEVEL": plan.log_level,
         }
         environment.pop("CARPOOL_HTTP_PORT", None)  # two processes cannot listen on one port
-        if plan.http_port is not None:
+        if plan.http_port is not None and at is not None:
             environment["CARPOOL_HTTP_PORT"] = str(plan.http_port + at)
         return environment
 
@@ -320,8 +393,10 @@ class Supervisor:
 
     def _check_start(self) -> None:
         """A service that exits by itself would exit again. One that was killed is restarted."""
-        for service in (self._batcher, *self.workers):
+        for service in (self._batcher, *self._serving_services()):
             if service is not None and (service.exit_status or 0) > 0:
+                if isinstance(service, GatewayService) and service.start_elsewhere():
+                    continue
                 raise ServiceEndedError(
                     f"the {service.name} ended with {service.exit_reason()} before it was ready"
                 )
@@ -329,9 +404,11 @@ class Supervisor:
     def _newly_serving(self) -> list[WorkerService]:
         now_s = time.monotonic()
         starting = [worker for worker in self.workers if not worker.serving]
-        if not starting or now_s < self._ready_check_at_s:
+        if self.serving or now_s < self._ready_check_at_s:
             return []
         self._ready_check_at_s = now_s + READY_CHECK_INTERVAL_S
+        if self.gateway is not None and not self.gateway.serving:
+            self.gateway.check_serving()
         with contextlib.suppress(UnavailableError, CommandError):  # Redis is restarting, or loads its data
             return [worker for worker in starting if self._check_serving(worker)]
         return []
@@ -369,10 +446,14 @@ class Supervisor:
     def stop(self) -> bool:
         """Stop everything, in order. Whether all of it ended by itself. May be called more than once."""
         self._restarters.clear()
+        drain_timeout_s = self._plan.drain_s + BATCHER_STOP_TIMEOUT_S
+        ended: list[bool] = []
+        if self.gateway is not None:
+            self.gateway.terminate()
+            ended.append(self.gateway.wait_or_kill(drain_timeout_s))
         for worker in self.workers:
             worker.terminate()
-        drain_timeout_s = self._plan.drain_s + BATCHER_STOP_TIMEOUT_S
-        ended = [
+        ended += [
             worker.wait_or_kill(drain_timeout_s if worker.serving else LOADING_STOP_TIMEOUT_S)
             for worker in self.workers
         ]

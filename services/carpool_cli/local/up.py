@@ -42,6 +42,8 @@ from carpool_cli.local.supervisor import (
     StartError,
     Supervisor,
     WorkerService,
+    can_serve_http,
+    free_port,
     preferred_port,
 )
 from carpool_cli.screen import Screen, count
@@ -51,7 +53,8 @@ LOADING_NOTICE_INTERVAL_S: Final = 10.0
 
 
 class UpSettings(RedisSettings):
-    """Start Redis (unless a URL is given), one batcher, and a worker for each model, all on this machine.
+    """Start Redis (unless a URL is given), one batcher, a worker for each model and an HTTP gateway, all on
+    this machine.
 
     A process that dies is restarted; but one that exits with an error before all models are served ends the
     command. Ctrl-C or SIGTERM stops everything after the workers have finished their batches.
@@ -88,6 +91,13 @@ class UpSettings(RedisSettings):
         le=65000,
         description="port of the batcher's /metrics, /healthz and /readyz; workers use the ports after it",
     )
+    gateway: bool = Field(True, description="start no HTTP gateway")
+    gateway_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of the gateway; 0: any free one (default: 8000 if free, else another)",
+    )
     policies: Policies = Field([])
     prefix: Prefix = Field(DEFAULT_PREFIX, description="prefix of every Redis key")
     log_level: LogLevel = Field("info", description="minimum log level")
@@ -108,6 +118,14 @@ class UpSettings(RedisSettings):
         """How many model processes each model has."""
         return len(devices(self.device, self.replicas))
 
+    def _gateway_port(self) -> int | None:
+        """None for no gateway; 0 for any port, the usual one first."""
+        if not (self.gateway and can_serve_http()):
+            return None
+        if self.gateway_port is None:
+            return 0
+        return self.gateway_port or free_port()
+
     def plan(self) -> StackPlan:
         """The plan for the supervisor."""
         return StackPlan(
@@ -121,6 +139,7 @@ class UpSettings(RedisSettings):
             drain_s=self.drain_s,
             log_level=self.log_level,
             http_port=self.http_port,
+            gateway_port=self._gateway_port(),
             policies=self.policies,
         )
 
@@ -224,11 +243,16 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
             settings.prefix,
             worker.inputs,
             worker.kind,
+            supervisor.gateway.url if supervisor.gateway else "",
         ):
             screen.print(f"  {line}")
         if not is_known(worker.model, worker.inputs):
             screen.print(f'  (In place of "{TEXT}", send what {worker.model} takes.)')
         screen.print()
+    if settings.gateway and not supervisor.gateway:
+        screen.print(
+            "Without HTTP: for curl, install Carpool with its gateway: pip install 'PATH[gateway]'\n"
+        )
     screen.print("Press Ctrl-C to stop everything.")
 
 

@@ -1,0 +1,399 @@
+"""The gateway's HTTP, without Redis: what is malformed, slow, too large or sent ahead; clients that go."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from carpool_gateway.answers import HttpError
+from carpool_gateway.exchange import Exchange
+from carpool_gateway.limits import BodyMemory, Limits, inflate
+from carpool_gateway.server import Server
+from support.http import Answer, Connection, call, request
+from support.waiting import Stopwatch, wait_until
+
+LIMITS = Limits(
+    head_bytes=4096,
+    headers=20,
+    body_bytes=100_000,
+    memory_bytes=150_000,
+    connections=8,
+    head_s=0.5,
+    body_s=0.5,
+    idle_s=0.5,
+    write_s=0.5,
+)
+
+
+class FakeApp:
+    """Echoes bodies; under /wait the answer comes when the test gives it, and under /parts in parts."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Exchange] = []
+        self.gone: list[str] = []
+        self.done: list[tuple[str, int, bool]] = []
+        self.bodies = 0
+
+    def accept(self, exchange: Exchange) -> None:
+        if exchange.path == "/forbidden":
+            raise HttpError(403, "not you")
+        exchange.on_gone = lambda gone: self.gone.append(gone.path)
+        exchange.handler = {"/wait": self.waiting.append, "/parts": self.parts, "/fail": self.fail}.get(
+            exchange.path, self.echo
+        )
+
+    def on_done(self, exchange: Exchange) -> None:
+        self.done.append((exchange.path, exchange.code, exchange.is_gone))
+
+    def echo(self, exchange: Exchange) -> None:
+        self.bodies += 1
+        exchange.respond(200, b"content-type: text/plain\r\n", exchange.body)
+
+    def fail(self, exchange: Exchange) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    async def parts(self, exchange: Exchange) -> None:
+        exchange.begin(200, b"content-type: text/plain\r\n")
+        while not exchange.is_gone:
+            await exchange.write(b"x" * 65536)
+
+
+class Running:
+    """A server in a thread with an event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.app = FakeApp()
+        self.loop = asyncio.new_event_loop()
+        self.server = Server(self.app, limits, "test")
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.call(self.server.listen('127.0.0.1', 0))}"
+
+    def call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+
+    def answer(self, exchange: Exchange, body: bytes) -> None:
+        self.loop.call_soon_threadsafe(exchange.respond, 200, b"", body)
+
+    def stop(self) -> None:
+        self.call(self.server.drain(0))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@contextmanager
+def running(limits: Limits = LIMITS) -> Iterator[Running]:
+    started = Running(limits)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Running]:
+    with running(LIMITS._replace(head_s=30, body_s=30, idle_s=30, write_s=30, connections=1000)) as started:
+        yield started
+
+
+def raw(url: str, data: bytes) -> Answer:
+    with Connection(url) as connection:
+        connection.send(data)
+        return connection.answer()
+
+
+def test_bodies_are_echoed_on_one_connection(shared: Running) -> None:
+    with Connection(shared.url) as connection:
+        for size in (0, 1, 70_000, 100_000):
+            answer = connection.request("POST", "/", b"b" * size)
+            assert (answer.code, answer.body) == (200, b"b" * size)
+        assert connection.request("POST", "/", b"b" * 100_001).code == 413
+    wait_until(lambda: shared.server.memory.held_bytes == 0, description="no body is held")
+
+
+def test_chunked_bodies(shared: Running) -> None:
+    with Connection(shared.url) as connection:
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (b"one", b"two" * 5000, b"three"))
+        connection.send(request("POST", "/", Transfer_Encoding="chunked") + chunks + b"0\r\n\r\n")
+        assert connection.answer().body == b"one" + b"two" * 5000 + b"three"
+        connection.send(request("POST", "/", Transfer_Encoding="chunked"))
+        connection.send(b"fa00\r\n" + b"x" * 0xFA00 + b"\r\n" + b"fa00\r\n" + b"x" * 0xFA00 + b"\r\n")
+        answer = connection.answer()
+        assert (answer.code, answer.headers["connection"]) == (413, "close")
+        assert connection.rest() == b""
+    wait_until(lambda: shared.server.memory.held_bytes == 0, description="no body is held")
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: bad host\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nBad Header: x\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost : a\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n folded\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\0b\r\n\r\n", 400),
+        (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", 505),
+        (b"GET /\r\nHost: a\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\nabc", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nnumber\r\n", 400),
+        (b"POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nExpect: a miracle\r\nContent-Length: 1\r\n\r\n", 417),
+        (b"GET /\xc3\xa9 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 5000 + b"\r\n\r\n", 431),
+        (b"GET /" + b"x" * 5000, 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"".join(b"X%d: x\r\n" % at for at in range(30)) + b"\r\n", 431),
+    ],
+)
+def test_malformed_requests_are_answered_in_json(shared: Running, data: bytes, code: int) -> None:
+    handled = shared.app.bodies
+    with Connection(shared.url) as connection:
+        connection.send(data)
+        answer = connection.answer()
+        assert answer.code == code, answer
+        assert answer.headers["content-type"] == "application/json"
+        assert set(answer.json) == {"error", "status"}
+        assert connection.rest() == b"", "the connection ends"
+    assert shared.app.bodies == handled, "no handler saw the request"
+
+
+def test_limit_of_headers_holds_however_they_are_cut(shared: Running) -> None:
+    with Connection(shared.url) as connection:
+        connection.send(b"GET / HTTP/1.1\r\nHost: a\r\n")
+        with pytest.raises((BrokenPipeError, ConnectionResetError, AssertionError)):
+            for _ in range(10_000):
+                connection.send(b"X: " + b"x" * 20 + b"\r\n")
+            raise AssertionError
+        connection.close()
+
+
+def test_what_is_absolute_or_asks_for_another_protocol_is_served(shared: Running) -> None:
+    assert raw(shared.url, b"GET http://localhost/a HTTP/1.1\r\nHost: localhost\r\n\r\n").code == 200
+    upgrade = request("GET", "/", Connection="Upgrade, HTTP2-Settings", Upgrade="h2c", HTTP2_Settings="AA")
+    with Connection(shared.url) as connection:
+        connection.send(upgrade)
+        assert connection.answer().code == 200
+        assert connection.rest() == b""
+
+
+def test_http_1_0_and_connection_close_end_the_connection(shared: Running) -> None:
+    for data in (b"GET / HTTP/1.0\r\n\r\n", request("GET", "/", Connection="close")):
+        with Connection(shared.url) as connection:
+            connection.send(data)
+            assert connection.answer().headers["connection"] == "close"
+            assert connection.rest() == b""
+
+
+def test_requests_that_are_sent_ahead_are_answered_in_order(shared: Running) -> None:
+    before = len(shared.app.waiting)
+    with Connection(shared.url) as connection:
+        sent = [request("POST", "/wait", b"w"), *(request("POST", "/", b"%d" % at) for at in range(500))]
+        connection.send(b"".join(sent))
+        wait_until(lambda: len(shared.app.waiting) > before, description="the first is handled")
+        shared.answer(shared.app.waiting[-1], b"first")
+        assert connection.answer().body == b"first"
+        assert [connection.answer().body for _ in range(500)] == [b"%d" % at for at in range(500)]
+        connection.send(request("GET", "/") + b"nonsense\r\n\r\n")
+        assert [connection.answer().code for _ in range(2)] == [200, 400]
+
+
+def test_refused_requests_leave_the_connection_usable(shared: Running) -> None:
+    with Connection(shared.url) as connection:
+        assert connection.request("POST", "/forbidden", b"short").code == 403
+        assert connection.request("POST", "/", b"next").body == b"next"
+        connection.send(request("POST", "/forbidden", Content_Length="99000"))  # of which nothing comes
+        answer = connection.answer()
+        assert (answer.code, answer.headers["connection"]) == (403, "close")
+
+
+def test_continue_is_sent_only_for_what_is_accepted(shared: Running) -> None:
+    with Connection(shared.url) as connection:
+        connection.send(request("POST", "/", Expect="100-continue", Content_Length="4"))
+        assert connection.answer().code == 100
+        connection.send(b"body")
+        assert connection.answer().body == b"body"
+        head = b"POST /forbidden HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n"
+        connection.send(head)
+        assert connection.answer().code == 403
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 100001\r\n\r\n"
+    assert raw(shared.url, head).code == 413
+
+
+def test_a_mistake_in_a_handler_is_a_500_and_nothing_else(shared: Running) -> None:
+    with Connection(shared.url) as connection:
+        answer = connection.request("POST", "/fail", b"x")
+        assert answer.code == 500
+        assert "mistake" not in answer.json["error"]
+        assert connection.request("POST", "/", b"next").body == b"next"
+    wait_until(lambda: shared.server.memory.held_bytes == 0, description="no body is held")
+
+
+def test_request_ids_come_back_if_they_can(shared: Running) -> None:
+    assert call(shared.url, "GET", "/", X_Request_Id="order-17/2").headers["x-request-id"] == "order-17/2"
+    ours = [
+        call(shared.url, "GET", "/", X_Request_Id=given).headers["x-request-id"]
+        for given in ("a b", "x" * 129)
+    ]
+    assert len(set(ours)) == 2
+    assert all(one.startswith("test-") for one in ours)
+
+
+def test_bodies_are_held_within_the_memory_of_all(shared: Running) -> None:
+    before = len(shared.app.waiting)
+    with Connection(shared.url) as first, Connection(shared.url) as second:
+        first.send(request("POST", "/wait", b"x" * 90_000))
+        wait_until(lambda: len(shared.app.waiting) > before, description="the first is handled")
+        second.send(request("POST", "/", Content_Length="90000"))
+        answer = second.answer()
+        assert (answer.code, answer.headers["retry-after"]) == (503, "1")
+        shared.answer(shared.app.waiting[-1], b"")
+        first.answer()
+        assert first.request("POST", "/", b"x" * 90_000).code == 200
+
+
+@pytest.mark.parametrize("way", [Connection.close, Connection.reset])
+@pytest.mark.parametrize(
+    "sent", ["", "P", "POST /wait HTTP/1.1\r\nHost: a\r\nContent-Le", "head", "body", "all"]
+)
+def test_clients_go_at_any_point(shared: Running, way: Any, sent: str) -> None:
+    whole = request("POST", "/wait", b"x" * 1000)
+    data = {"head": whole[:-1000], "body": whole[:-1], "all": whole}.get(sent, sent.encode())
+    app = shared.app
+    gone, waiting = len(app.gone), len(app.waiting)
+    connection = Connection(shared.url)
+    connection.send(data)
+    if sent == "all":
+        wait_until(lambda: len(app.waiting) > waiting, description="it is handled")
+    if sent in ("head", "body"):
+        wait_until(lambda: shared.server.memory.held_bytes >= 1000, description="its headers are read")
+    way(connection)
+    if sent in ("head", "body", "all"):
+        wait_until(lambda: len(app.gone) == gone + 1, description="the handler is told")
+    wait_until(lambda: not shared.server.connections, description="the connection is forgotten")
+    wait_until(lambda: shared.server.memory.held_bytes == 0, description="no body is held")
+    if sent == "all":
+        shared.answer(app.waiting[-1], b"too late")
+    assert call(shared.url, "POST", "/", b"next").body == b"next"
+
+
+# --- deadlines ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "drop", "code"),
+    [
+        (b"", b"", 0),
+        (b"GET / HTTP/1.1\r\nX: ", b"x", 408),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n", b"x", 408),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n", 408),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"", 200),  # and then nothing more
+    ],
+)
+def test_what_is_slow_ends_at_a_deadline_however_often_a_byte_comes(
+    first: bytes, drop: bytes, code: int
+) -> None:
+    with running() as server, Connection(server.url) as connection:
+        stopwatch = Stopwatch()
+        connection.send(first)
+        connection.socket.settimeout(0.05)
+        received, is_open = b"", True
+        while is_open:
+            try:
+                data = connection.socket.recv(4096)
+                received, is_open = received + data, bool(data)
+            except TimeoutError:
+                assert stopwatch.passed_s < 10, "there is no deadline"
+                try:
+                    connection.send(drop)
+                except OSError:
+                    is_open = False
+        assert stopwatch.elapsed_s > 0.4
+        assert (int(received.split(b" ")[1]) if received else 0) == code
+        wait_until(lambda: not server.server.connections, description="the connection is forgotten")
+        wait_until(lambda: server.server.memory.held_bytes == 0, description="no body is held")
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    with running() as server, Connection(server.url) as connection:
+        connection.send(request("GET", "/parts"))
+        wait_until(lambda: ("/parts", 200, True) in server.app.done, description="it is cut off")
+        assert server.app.gone == ["/parts"]
+
+
+def test_too_many_connections_are_told_so() -> None:
+    with running(LIMITS._replace(connections=2, idle_s=30, head_s=30)) as server:
+        held = [Connection(server.url) for _ in range(2)]
+        assert all(one.request("GET", "/").code == 200 for one in held)
+        with Connection(server.url) as third:
+            assert third.answer().code == 503
+        held[0].close()
+        wait_until(lambda: len(server.server.connections) == 1, description="one has gone")
+        assert call(server.url, "GET", "/").code == 200
+        held[1].close()
+
+
+def test_draining_answers_what_has_begun() -> None:
+    with running(LIMITS._replace(idle_s=30)) as server, Connection(server.url) as idle:
+        assert idle.request("GET", "/").code == 200
+        with Connection(server.url) as busy, Connection(server.url) as late:
+            busy.send(request("POST", "/wait", b"x"))
+            wait_until(lambda: server.app.waiting, description="it is handled")
+            draining = asyncio.run_coroutine_threadsafe(server.server.drain(10), server.loop)
+            wait_until(lambda: server.server.is_draining, description="it drains")
+            answer = late.request("GET", "/")
+            assert (answer.code, answer.headers["connection"]) == (200, "close")
+            assert idle.rest() == b"", "an idle connection ends"
+            server.answer(server.app.waiting[0], b"at last")
+            assert busy.answer().body == b"at last"
+            assert draining.result(20)
+        with pytest.raises(ConnectionRefusedError):
+            Connection(server.url)
+
+
+# --- compressed bodies -------------------------------------------------------------------------------------
+
+
+def inflated(body: bytes, bytes_max: int = 10_000_000, memory: int = 1 << 30) -> bytes:
+    return asyncio.run(inflate(body, bytes_max, BodyMemory(memory).take))
+
+
+def raw_deflate(data: bytes) -> bytes:
+    compressor = zlib.compressobj(wbits=-15)
+    return compressor.compress(data) + compressor.flush()
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress, raw_deflate])
+@pytest.mark.parametrize("size", [0, 1, 1000, 3_000_000])
+def test_bodies_are_decompressed(compress: Any, size: int) -> None:
+    data = (b"%d " * size) % tuple(range(size)) if size <= 1000 else b"\0" * size
+    assert inflated(compress(data)) == data
+
+
+def test_bombs_are_refused_as_they_grow() -> None:
+    bomb = gzip.compress(b"\0" * 50_000_000)
+    with pytest.raises(HttpError, match="more than 10000000 bytes"):
+        inflated(bomb)
+    with pytest.raises(HttpError, match="try again"):
+        inflated(bomb, memory=5_000_000)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda body: body[:-4], lambda body: body + b"x", lambda body: b"", lambda body: b"no"]
+)
+def test_damaged_bodies_are_refused(damage: Any) -> None:
+    with pytest.raises(HttpError) as caught:
+        inflated(damage(gzip.compress(b"data" * 100)))
+    assert caught.value.code == 400
