@@ -111,7 +111,7 @@ SIMILARITY_MIN: Final = 0.85  # of a variable that nothing reads to the one that
 OF_COMMANDS: Final = frozenset(
     (
         "accept", "action", "alive", "all", "arrivals", "as_json", "body", "change", "content_type", "cost",
-        "data_dir", "expiration_ms", "field", "force", "ids", "in_flight", "intercept_ms", "keep", "lane",
+        "data_dir", "expiration_ms", "field", "force", "gateway", "gateway_port", "ids", "in_flight", "intercept_ms", "keep", "lane",
         "latency_ms", "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority",
         "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "requests", "rotate", "rounds",
         "seconds", "secrets", "seed", "sequence_end", "sequence_id", "sequence_index", "sequence_start",

@@ -276,10 +276,12 @@ def test_models_shows_waiting_requests(tmp_path: Path) -> None:
 
 def test_printed_commands_work(square: Up) -> None:
     lines = [line.strip() for line in square.text().splitlines() if line.startswith("  ")]
-    for_carpool, for_redis_cli, for_python = [
+    for_carpool, for_curl, for_redis_cli, for_python = [
         line for line in lines if "square" in line and " is served " not in line
     ]
     assert _shell(for_carpool) == _shell(for_python) == "49\n"
+    if shutil.which("curl"):
+        assert _shell(for_curl) == "49"
     if shutil.which("redis-cli"):
         assert '"body":49' in _shell(for_redis_cli)
 
@@ -311,13 +313,17 @@ def test_printed_commands_fit_a_model_with_tensors(tmp_path: Path) -> None:
             [line for line in lines if name in line and " is served " not in line] for name in ("Few", "Many")
         )
         assert "max_batch_sise is not a setting; did you mean max_batch_size?" in started.text()
-        for_carpool, for_redis_cli, for_python = few
+        for_carpool, for_curl, for_redis_cli, for_python = few
         assert _shell(for_carpool) == '{"datatype":"INT64","shape":[3,2],"data":[1,1,1,1,1,1]}\n'
         assert _shell(for_python) == "[[1 1]\n [1 1]\n [1 1]]\n"
         if shutil.which("redis-cli"):
             assert '"data":[1,1,1,1,1,1]' in _shell(for_redis_cli)
-        for_carpool, for_redis_cli, for_python = many
+        if shutil.which("curl"):
+            assert json.loads(_shell(for_curl))["data"] == [1, 1, 1, 1, 1, 1]
+        for_carpool, for_curl, for_redis_cli, for_python = many
         assert _shell(for_carpool) == _shell(for_python) == "150528\n"
+        if shutil.which("curl"):
+            assert _shell(for_curl) == "150528"
         if shutil.which("redis-cli"):
             assert '"body":150528' in _shell(for_redis_cli)
 
@@ -332,7 +338,7 @@ def _shell(line: str) -> str:
 # --- the supervisor
 
 
-@pytest.mark.parametrize("name", ["carpool_worker", "carpool_batcher", "redis-server"])
+@pytest.mark.parametrize("name", ["carpool_worker", "carpool_batcher", "carpool_gateway", "redis-server"])
 def test_killed_process_is_restarted(tmp_path: Path, name: str) -> None:
     with up(tmp_path, "square") as started:
         killed = started.child(name)
@@ -350,7 +356,7 @@ def test_killed_process_is_restarted(tmp_path: Path, name: str) -> None:
 def test_no_child_survives_a_killed_supervisor(tmp_path: Path) -> None:
     with up(tmp_path, "square") as started:
         pids = started.descendants()
-        assert len(pids) == 4, "Redis, a batcher, a worker and its model process"
+        assert len(pids) == 5, "Redis, a batcher, a worker and its model process, a gateway"
         started.process.kill()
         wait_until(lambda: have_ended(pids), description="every child and grandchild has ended")
 

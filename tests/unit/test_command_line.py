@@ -20,6 +20,7 @@ from carpool.settings import (
     CarpoolSettings,
     CommonSettings,
     ConnectionSettings,
+    GatewaySettings,
     WorkerSettings,
     misspelt,
     read_environment,
@@ -190,7 +191,9 @@ def test_variables_of_other_services_and_commands_get_no_hint() -> None:
     kinds = all_settings()
     assert {CommonSettings, UpSettings} <= kinds
     fields = {field for kind in kinds for field in kind.model_fields}
-    services = {*BatcherSettings.model_fields, *WorkerSettings.model_fields}
+    services = {
+        *BatcherSettings.model_fields, *WorkerSettings.model_fields, *GatewaySettings.model_fields,
+    }  # fmt: skip
     assert fields - services == OF_COMMANDS, "settings.OF_COMMANDS is to have them all"
     others = [
         *("WORKER_IMAGE", "BATCHER_IMAGE", "TOOLS_IMAGE", "SERVED_MODEL", "MODEL_PROCESS", "REQUIRED"),
