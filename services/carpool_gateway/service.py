@@ -47,9 +47,9 @@ class GatewayService:
             body_bytes=settings.body_bytes_max,
             memory_bytes=max(settings.memory_bytes_max, settings.body_bytes_max),
             connections=settings.connections_max,
-            timeout_s=settings.timeout_s_max,
+            timeout_s=settings.request_timeout_s_max,
         )
-        default_timeout_s = min(settings.timeout_s, settings.timeout_s_max)
+        default_timeout_s = min(settings.request_timeout_s, settings.request_timeout_s_max)
         self._producer = Producer(settings.redis_url, settings.prefix, default_timeout_s, "none")
         self._kept = KeptRequests(self._producer, limits)
         gateway = Gateway(

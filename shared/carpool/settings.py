@@ -111,7 +111,8 @@ SIMILARITY_MIN: Final = 0.85  # of a variable that nothing reads to the one that
 OF_COMMANDS: Final = frozenset(
     (
         "accept", "action", "alive", "all", "arrivals", "as_json", "body", "change", "content_type", "cost",
-        "data_dir", "expiration_ms", "field", "force", "gateway", "gateway_port", "ids", "in_flight", "intercept_ms", "keep", "lane",
+        "data_dir", "expiration_ms", "field", "force", "gateway", "gateway_port", "ids", "in_flight",
+        "intercept_ms", "keep", "lane",
         "latency_ms", "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority",
         "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "requests", "rotate", "rounds",
         "seconds", "secrets", "seed", "sequence_end", "sequence_id", "sequence_index", "sequence_start",
@@ -386,8 +387,8 @@ class GatewaySettings(CommonSettings):
     anonymous: bool = Field(
         False, description="listen without keys also on addresses that other machines reach"
     )
-    timeout_s: Seconds = Field(30.0, gt=0, description="seconds for a request that names none")
-    timeout_s_max: Seconds = Field(300.0, gt=0, description="seconds that a request may name")
+    request_timeout_s: Seconds = Field(30.0, gt=0, description="seconds for a request that names none")
+    request_timeout_s_max: Seconds = Field(300.0, gt=0, description="seconds that a request may name")
     body_bytes_max: int = Field(64 * 1024 * 1024, ge=1, description="bytes of a body, decompressed")
     memory_bytes_max: int = Field(
         1024 * 1024 * 1024, ge=1, description="bytes of all bodies that are read or have no result"

@@ -179,14 +179,14 @@ def test_without_keys_it_listens_on_this_machine_only(shared: Stack) -> None:
 def test_it_serves_before_redis_can_be_reached_and_after(tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         stack.serve("plain.py:Echo")
-        gateway = stack.gateway("--timeout-s", "2")
+        gateway = stack.gateway("--request-timeout-s", "2")
         assert call(gateway.url, "POST", ECHO, b"7").body == b"7"
         assert call(gateway.url, "GET", "/readyz").body == b"ok\n"
         pid = stack.server.pid
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: call(gateway.url, "GET", "/readyz").code == 503, description="it is not ready")
         assert call(gateway.url, "GET", "/healthz").code == 200
-        late = stack.gateway("--timeout-s", "1")
+        late = stack.gateway("--request-timeout-s", "1")
         assert call(late.url, "GET", "/readyz").code == 503
         answer = call(late.url, "POST", ECHO, b"7")
         assert (answer.code, answer.json["status"]) == (503, "UNAVAILABLE")
