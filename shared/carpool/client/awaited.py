@@ -108,9 +108,9 @@ class AwaitedRequests:
                 self.late_results += 1
             else:
                 positions.setdefault(entry.sink, []).append(at)
-        for sink, of_sink in positions.items():
-            targets = [self._pop_target(entry, ids[at]) for at in of_sink if (entry := entries[at])]
-            sink.put_columns(targets, columns if len(of_sink) == len(ids) else columns.select(of_sink))
+        for sink, at_sink in positions.items():
+            targets = [self._pop_target(entry, ids[at]) for at in at_sink if (entry := entries[at])]
+            sink.put_columns(targets, columns if len(at_sink) == len(ids) else columns.select(at_sink))
 
     def _on_chunk(self, envelope: Envelope) -> None:
         correlation_id = envelope["correlation_id"]

@@ -53,7 +53,7 @@ class Producer:
         self.url, self.prefix = _connection(url, prefix)
         self.channels: dict[str, Channel] = {}
         self.fails_inherited = True
-        self.packer = Packer(self.url, models_key(self.prefix), Durability.of(durability))
+        self.packer = Packer(self.url, models_key(self.prefix), Durability.parse(durability))
         self._timeout_s = timeout_s
         self._models = ModelLookup(weakly(self._call), self.prefix)
         self._lookups: set[asyncio.Future[None]] = set()  # of models, under way
