@@ -14,7 +14,7 @@ import asyncio
 import concurrent.futures
 import os
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
@@ -65,6 +65,14 @@ class SequenceProgress:
                 f"sequence {self.sequence_id}: {self._unanswered} of its requests have no result yet; wait "
                 "for them before it begins again"
             )
+
+    async def enter(self) -> None:
+        """Its block is entered: look its model up. From then on each request is sent when it is submitted."""
+        producer = self._producer
+        producer.packer.check_open()
+        if self.model not in producer.channels:
+            await producer.open_channel(self.model, producer.timeout_s)
+        self.begin()
 
     def begin(self) -> None:
         """The next request is the first one. Raises RuntimeError if earlier ones have no outcome yet."""
@@ -156,15 +164,6 @@ class _Sequence(Generic[F]):
 class AsyncSequence(_Sequence[asyncio.Future[Any]]):
     """One sequence, for the time of an `async with`. See AsyncClient.sequence."""
 
-    def __init__(
-        self,
-        progress: SequenceProgress,
-        enter: Callable[[SequenceProgress], Coroutine[Any, Any, None]],
-        send: Callable[[SequenceProgress, Any, RequestOptions, bool], asyncio.Future[Any]],
-    ) -> None:
-        super().__init__(progress, send)
-        self._enter = enter
-
     async def infer(self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]) -> Any:
         """Send the next request and return the model's result; options and errors as for AsyncClient.infer.
 
@@ -178,7 +177,7 @@ class AsyncSequence(_Sequence[asyncio.Future[Any]]):
         self._progress.restart()
 
     async def __aenter__(self) -> Self:
-        await self._enter(self._progress)
+        await self._progress.enter()
         return self
 
     async def __aexit__(
@@ -201,7 +200,7 @@ class BlockingSequence(_Sequence[concurrent.futures.Future[Any]]):
     def __init__(
         self,
         progress: SequenceProgress,
-        enter: Callable[[SequenceProgress], None],
+        enter: Callable[[], None],
         send: Callable[[SequenceProgress, Any, RequestOptions, bool], concurrent.futures.Future[Any]],
         on_loop: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -223,7 +222,7 @@ class BlockingSequence(_Sequence[concurrent.futures.Future[Any]]):
         self._on_loop(self._progress.restart)
 
     def __enter__(self) -> Self:
-        self._enter(self._progress)
+        self._enter()
         return self
 
     def __exit__(

@@ -147,10 +147,6 @@ class _ThreadClient(AsyncClient):
         """On any thread."""
         return SequenceProgress(self._producer, model, sequence_id)
 
-    async def enter_sequence(self, sequence: SequenceProgress) -> None:
-        """Its block is entered."""
-        await self._enter_sequence(sequence)
-
     def close_stream(self, target: StreamTarget) -> None:
         """The reader of a stream wants no more: withdraw its request."""
         self._close_stream(target)
@@ -488,10 +484,10 @@ class Client:
             thread.submit(future, model, body, options, progress, end)
             return future
 
-        client, limit_s = self._client, self._own.timeout_s({})
+        progress, limit_s = self._client.new_sequence(model, sequence_id), self._own.timeout_s({})
         return BlockingSequence(
-            client.new_sequence(model, sequence_id),
-            lambda progress: self._wait(self._start(client.enter_sequence(progress), limit_s)),
+            progress,
+            lambda: self._wait(self._start(progress.enter(), limit_s)),
             submit,
             lambda function: self._wait(self._start(_called(function))),
         )

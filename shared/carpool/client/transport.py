@@ -441,36 +441,27 @@ class Transport:
     def _on_reply(self, reply: Any) -> None:
         """Redis's reply to the oldest command without one."""
         waiter = self._waiters[0]
-        if isinstance(waiter, _Transaction) and not waiter.on_reply(reply):
-            return
+        if isinstance(waiter, _Transaction):
+            if not waiter.on_reply(reply):
+                return
+            reply, waiter = waiter.error, waiter.entry
         self._waiters.popleft()
         if isinstance(waiter, OutgoingEntry):
-            self._on_entry_reply(waiter, reply)
-        elif isinstance(waiter, _Transaction):
-            self._on_entry_reply(waiter.entry, waiter.error)
+            if isinstance(reply, CommandError):
+                self._on_rejected(waiter, failure("Redis did not accept the request", reply))
+            else:
+                self._has_accepted = True
         elif isinstance(waiter, _Confirmation):
-            self._on_confirmation(waiter, reply)
+            if missing := self._durability.missing(reply):
+                for entry in waiter.entries:
+                    self._on_rejected(entry, UnconfirmedError(missing))
+            self._is_confirming = False
+            self._schedule_flush()
         elif isinstance(waiter, _Trimming):
             if not isinstance(reply, CommandError):
                 on_trimmed(*waiter)
         elif waiter is not None and not waiter.done():
             waiter.set_result(reply)
-
-    def _on_confirmation(self, confirmation: _Confirmation, reply: Any) -> None:
-        """Redis replied to the command that confirms these entries."""
-        missing = self._durability.missing(reply)
-        if missing:
-            for entry in confirmation.entries:
-                self._on_rejected(entry, UnconfirmedError(missing))
-        self._is_confirming = False
-        self._schedule_flush()
-
-    def _on_entry_reply(self, entry: OutgoingEntry, reply: Any) -> None:
-        """Redis accepted or rejected an entry."""
-        if isinstance(reply, CommandError):
-            self._on_rejected(entry, failure("Redis did not accept the request", reply))
-        else:
-            self._has_accepted = True
 
     # --- reading -------------------------------------------------------------------------------------------
 
