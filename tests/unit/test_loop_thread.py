@@ -106,7 +106,7 @@ def test_wait_ends_although_the_thread_is_blocked(
     blocked = threading.Event()
     thread.call(blocked.wait)
     future = RequestFuture(thread, 0.01)
-    for wait in (future.result, future.exception, lambda: thread.take(new_queue(), 0.01)):
+    for wait in (future.result, future.exception, lambda: thread.next_item(new_queue(), 0.01)):
         with pytest.raises(NoResultError, match="no word of the client's thread: something blocks it"):
             wait()
     blocked.set()

@@ -91,7 +91,7 @@ class Producer:
             self.rejected.__setitem__,
             lambda entry: None,
             lambda: (),
-            Durability.of("none"),
+            Durability.parse("none"),
         )
 
     def entry(self, *fields: dict[Any, Any], body: bytes = b"7") -> OutgoingEntry:

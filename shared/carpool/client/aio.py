@@ -323,8 +323,7 @@ class AsyncClient:
             future.add_done_callback(on_done)
             return future
 
-        progress = SequenceProgress(self._producer, model, sequence_id)
-        return AsyncSequence(progress, self._enter_sequence, send)
+        return AsyncSequence(SequenceProgress(self._producer, model, sequence_id), send)
 
     async def models(self) -> list[str]:
         """Names of the registered models."""
@@ -413,15 +412,6 @@ class AsyncClient:
             encoded = Encoded(MSGPACK, head.encoded, to_bytes(rows, head.datatype))
             targets = gathering.reserve(len(rows))
             self._packer.add_rows(channel, encoded, fields, timeout_s, gathering, targets)
-
-    # --- sequences -----------------------------------------------------------------------------------------
-
-    async def _enter_sequence(self, progress: SequenceProgress) -> None:
-        """Look its model up. From then on requests are sent without waiting, in the order of the calls."""
-        self._packer.check_open()
-        if progress.model not in self._channels:
-            await self._producer.open_channel(progress.model, self._timeout_s)
-        progress.begin()
 
     def _add_to_sequence(
         self,

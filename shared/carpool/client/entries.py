@@ -78,13 +78,13 @@ class OutgoingRun:
         if len(rests) != len(ids):
             rows, width = rests[0], len(rests[0]) // len(ids)
             rests = [rows[at : at + width] for at in range(0, len(rows), width)]
-        kept = [at for at, correlation_id in enumerate(ids) if correlation_id in wanted]
+        selected = [at for at, correlation_id in enumerate(ids) if correlation_id in wanted]
         return OutgoingRun(
             self.fields,
             self.head,
-            [ids[at] for at in kept],
-            [rests[at] for at in kept],
-            [names[at] for at in kept] if names else [],
+            [ids[at] for at in selected],
+            [rests[at] for at in selected],
+            [names[at] for at in selected] if names else [],
         )
 
     def after(self, elapsed_ms: int) -> OutgoingRun:
@@ -103,7 +103,7 @@ class OutgoingRun:
         """
         ids, rests = self.correlation_ids, self.rests
         if self.body_names:
-            return self._element_of_stored()
+            return self._stored_element()
         if len(ids) == 1:
             return {**self.fields, "correlation_id": ids[0], "body": self.head + rests[0]}
         element = {**self.fields, "correlation_ids": " ".join(ids)}
@@ -116,7 +116,7 @@ class OutgoingRun:
             element["bodies"] = [self.head + rest for rest in rests]
         return element
 
-    def _element_of_stored(self) -> dict[str, Any]:
+    def _stored_element(self) -> dict[str, Any]:
         bodies = [
             {"body_key": name, "body_bytes": len(rest)}
             for name, rest in zip(self.body_names, self.rests, strict=True)
@@ -202,7 +202,7 @@ class OutgoingEntry:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Send only these requests, under other correlation IDs: `names` has these by their present ones."""
-        self.runs = [kept for run in self.runs if (kept := run.select(names)).correlation_ids]
+        self.runs = [selected for run in self.runs if (selected := run.select(names)).correlation_ids]
         for run in self.runs:
             run.correlation_ids = [names[correlation_id] for correlation_id in run.correlation_ids]
             if run.body_names:
@@ -232,7 +232,7 @@ class OutgoingEntry:
         awaited = self.awaited
         runs = self.runs
         if len(awaited) != sum([len(run.correlation_ids) for run in runs]):
-            runs = [kept for run in runs if (kept := run.select(awaited)).correlation_ids]
+            runs = [selected for run in runs if (selected := run.select(awaited)).correlation_ids]
         if not runs:
             return []
         elapsed_ms = 0 if self.started_s is None else int((time.monotonic() - self.started_s) * 1000)

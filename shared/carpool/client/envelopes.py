@@ -6,34 +6,20 @@ An error in a future or a stream says why there is no result. It has a status, t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
 
-from carpool.client.sinks import Envelope, reply_of
+from carpool.client.sinks import Envelope, Sink, reply_of
 from carpool.client.streams import StreamTarget
 from carpool.errors import OK, CarpoolError, error_for
-from carpool.messages.results import Chunk, Result, ResultColumns
+from carpool.messages.results import Chunk, Result
 
 
-class EnvelopeSink:
+class EnvelopeSink(Sink):
     """A future for each request, which gets its Result, of whatever status."""
-
-    takes_chunks = False
 
     def put(self, target: asyncio.Future[Result], envelope: Envelope) -> None:
         """Resolve the future, unless it was cancelled."""
         if not target.done():
             target.set_result(_result_of(envelope))
-
-    def put_columns(self, targets: Sequence[asyncio.Future[Result]], columns: ResultColumns) -> None:
-        """Resolve each future."""
-        for target, result in zip(targets, columns.results(), strict=True):
-            if not target.done():
-                target.set_result(result)
-
-    def put_chunk(self, target: Any, envelope: Envelope) -> None:
-        """Not called."""
-        raise NotImplementedError
 
     def fail(self, target: asyncio.Future[Result], error: CarpoolError) -> None:
         """Set the exception of the future, unless it was cancelled."""
@@ -41,7 +27,7 @@ class EnvelopeSink:
             target.set_exception(error)
 
 
-class EnvelopeStreamSink:
+class EnvelopeStreamSink(Sink):
     """A StreamTarget for each request: its queue gets each Chunk, and the Result as the value of a Reply. A
     model that does not step has no chunks: then the Result is in the queue, too."""
 
@@ -54,11 +40,6 @@ class EnvelopeStreamSink:
             target.put_output(reply_of(result, envelope), result.index)
         else:
             target.fail(error_for(result.status, result.detail or "", result.correlation_id))
-
-    def put_columns(self, targets: Sequence[StreamTarget], columns: ResultColumns) -> None:
-        """Pass each final result on."""
-        for target, result in zip(targets, columns.results(), strict=True):
-            self.put(target, result._asdict())
 
     def put_chunk(self, target: StreamTarget, envelope: Envelope) -> None:
         """Pass a chunk on. Raises InternalError if some chunks before it are missing."""

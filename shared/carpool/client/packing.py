@@ -79,7 +79,9 @@ class Packer:
         if not is_cluster(url):
             return Transport(*parts, unanswered, durability)
         return ClusterTransport(
-            first_key, lambda key, of_node: Transport(*parts, of_node, durability, key), unanswered
+            first_key,
+            lambda key, unanswered_there: Transport(*parts, unanswered_there, durability, key),
+            unanswered,
         )
 
     # --- from opening to closing ---------------------------------------------------------------------------

@@ -43,6 +43,7 @@ _FORKED: Final = "this process was forked from the one that sent the request"
 class Producer:
     """The options are those of AsyncClient. It must be closed.
 
+    `timeout_s`: of requests without their own, and of look-ups.
     `channels`: those of the models that were used, by name.
     `fails_inherited`: whether requests fail in the child of a fork, where no result of them comes.
     """
@@ -53,8 +54,8 @@ class Producer:
         self.url, self.prefix = _connection(url, prefix)
         self.channels: dict[str, Channel] = {}
         self.fails_inherited = True
-        self.packer = Packer(self.url, models_key(self.prefix), Durability.of(durability))
-        self._timeout_s = timeout_s
+        self.packer = Packer(self.url, models_key(self.prefix), Durability.parse(durability))
+        self.timeout_s = timeout_s
         self._models = ModelLookup(weakly(self._call), self.prefix)
         self._lookups: set[asyncio.Future[None]] = set()  # of models, under way
         self._opening: asyncio.Future[None] | None = None
@@ -162,12 +163,12 @@ class Producer:
         """Redis's reply to a command, which is repeated if a connection is lost. Raises UnavailableError."""
         transport = self.packer.transport
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 await self.connect()
                 reply = await transport.call_again(*command)
         except TimeoutError:
             raise transport.connection_error or UnavailableError(
-                f"Redis did not reply to {command[0]} within {self._timeout_s:g} s"
+                f"Redis did not reply to {command[0]} within {self.timeout_s:g} s"
             ) from None
         if isinstance(reply, CommandError):
             raise failure(f"Redis rejected {command[0]}", reply)

@@ -14,13 +14,15 @@ import asyncio
 import concurrent.futures
 import os
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 from carpool.client.options import SEQUENCE_OPTIONS, RequestOptions, check_sequence_id
 from carpool.client.producer import Producer
 from carpool.errors import AbortedError, InvalidArgumentError
+
+F = TypeVar("F", asyncio.Future[Any], concurrent.futures.Future[Any])
 
 
 class SequenceProgress:
@@ -63,6 +65,14 @@ class SequenceProgress:
                 f"sequence {self.sequence_id}: {self._unanswered} of its requests have no result yet; wait "
                 "for them before it begins again"
             )
+
+    async def enter(self) -> None:
+        """Its block is entered: look its model up. From then on each request is sent when it is submitted."""
+        producer = self._producer
+        producer.packer.check_open()
+        if self.model not in producer.channels:
+            await producer.open_channel(self.model, producer.timeout_s)
+        self.begin()
 
     def begin(self) -> None:
         """The next request is the first one. Raises RuntimeError if earlier ones have no outcome yet."""
@@ -126,24 +136,33 @@ class SequenceProgress:
         self.begin()
 
 
-class AsyncSequence:
-    """One sequence, for the time of an `async with`. See AsyncClient.sequence."""
+class _Sequence(Generic[F]):
+    """What AsyncSequence and BlockingSequence share."""
 
     def __init__(
         self,
         progress: SequenceProgress,
-        enter: Callable[[SequenceProgress], Coroutine[Any, Any, None]],
-        send: Callable[[SequenceProgress, Any, RequestOptions, bool], asyncio.Future[Any]],
+        send: Callable[[SequenceProgress, Any, RequestOptions, bool], F],
     ) -> None:
         self._progress = progress
-        self._enter = enter
-        self._send = send
-        self._in_flight: set[asyncio.Future[Any]] = set()
+        self._send: Callable[[SequenceProgress, Any, RequestOptions, bool], F] = send
+        self._in_flight: set[F] = set()
 
     @property
     def sequence_id(self) -> str:
         """Its name. No other producer may use the same one at the same time."""
         return self._progress.sequence_id
+
+    def submit(self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]) -> F:
+        """As `infer`, but return a future at once. The model gets the requests in the order of the calls."""
+        future = self._send(self._progress, body, options, end)
+        self._in_flight.add(future)
+        future.add_done_callback(self._in_flight.discard)
+        return future
+
+
+class AsyncSequence(_Sequence[asyncio.Future[Any]]):
+    """One sequence, for the time of an `async with`. See AsyncClient.sequence."""
 
     async def infer(self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]) -> Any:
         """Send the next request and return the model's result; options and errors as for AsyncClient.infer.
@@ -153,21 +172,12 @@ class AsyncSequence:
         """
         return await self.submit(body, end=end, **options)
 
-    def submit(
-        self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]
-    ) -> asyncio.Future[Any]:
-        """As `infer`, but return a future at once. The model gets the requests in the order of the calls."""
-        future = self._send(self._progress, body, options, end)
-        self._in_flight.add(future)
-        future.add_done_callback(self._in_flight.discard)
-        return future
-
     def restart(self) -> None:
         """Begin again with the next request. Raises RuntimeError if earlier ones have no result yet."""
         self._progress.restart()
 
     async def __aenter__(self) -> Self:
-        await self._enter(self._progress)
+        await self._progress.enter()
         return self
 
     async def __aexit__(
@@ -181,28 +191,22 @@ class AsyncSequence:
             self._progress.end()
 
 
-class BlockingSequence:
-    """One sequence, for the time of a `with`, in which several threads may use it. See Client.sequence."""
+class BlockingSequence(_Sequence[concurrent.futures.Future[Any]]):
+    """One sequence, for the time of a `with`, in which several threads may use it. See Client.sequence.
+
+    `on_loop` calls a function on the event loop's thread, and waits for it.
+    """
 
     def __init__(
         self,
         progress: SequenceProgress,
-        enter: Callable[[SequenceProgress], None],
+        enter: Callable[[], None],
         send: Callable[[SequenceProgress, Any, RequestOptions, bool], concurrent.futures.Future[Any]],
-        restart: Callable[[SequenceProgress], None],
-        end: Callable[[SequenceProgress], None],
+        on_loop: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._progress = progress
+        super().__init__(progress, send)
         self._enter = enter
-        self._send = send
-        self._restart = restart
-        self._end = end
-        self._in_flight: set[concurrent.futures.Future[Any]] = set()
-
-    @property
-    def sequence_id(self) -> str:
-        """Its name. No other producer may use the same one at the same time."""
-        return self._progress.sequence_id
+        self._on_loop = on_loop
 
     def infer(self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]) -> Any:
         """Send the next request and return the model's result: see AsyncSequence.infer."""
@@ -213,21 +217,12 @@ class BlockingSequence:
             future.cancel()
             raise
 
-    def submit(
-        self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]
-    ) -> concurrent.futures.Future[Any]:
-        """As `infer`, but return a future at once. The model gets the requests in the order of the calls."""
-        future = self._send(self._progress, body, options, end)
-        self._in_flight.add(future)
-        future.add_done_callback(self._in_flight.discard)
-        return future
-
     def restart(self) -> None:
         """Begin again with the next request. Raises RuntimeError if earlier ones have no result yet."""
-        self._restart(self._progress)
+        self._on_loop(self._progress.restart)
 
     def __enter__(self) -> Self:
-        self._enter(self._progress)
+        self._enter()
         return self
 
     def __exit__(
@@ -238,4 +233,4 @@ class BlockingSequence:
             while kind is None and self._in_flight and not self._progress.is_inherited:
                 concurrent.futures.wait(self._in_flight.copy())
         finally:
-            self._end(self._progress)
+            self._on_loop(self._progress.end)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -39,28 +39,31 @@ class Reply(NamedTuple):
     first_us: int | None = None
 
 
-class Sink(Protocol):
+class Sink:
     """Takes the results of requests. Each has one, in an envelope or in columns, or an error instead."""
 
-    takes_chunks: bool  # its requests are sent as streams
+    takes_chunks = False  # its requests are sent as streams
 
     def put(self, target: Any, envelope: Envelope) -> None:
         """Take a result of any status."""
+        raise NotImplementedError
 
     def put_columns(self, targets: Sequence[Any], columns: ResultColumns) -> None:
         """Take the results of several requests, all OK, in the order of their targets."""
+        for target, result in zip(targets, columns.results(), strict=True):
+            self.put(target, result._asdict())
 
     def put_chunk(self, target: Any, envelope: Envelope) -> None:
         """Take a chunk, if it takes chunks. Raises CarpoolError if it is unusable: then the request fails."""
+        raise NotImplementedError
 
     def fail(self, target: Any, error: CarpoolError) -> None:
         """Take an error instead of a result."""
+        raise NotImplementedError
 
 
-class DecodingSink:
-    """Decodes results, for sinks of values. One that cannot be decoded, or is not OK, is an error."""
-
-    takes_chunks = False
+class DecodingSink(Sink):
+    """Takes values. A result that is not OK, or that cannot be decoded, is an error."""
 
     def __init__(self, reader: ResultReader) -> None:
         self._reader = reader
@@ -80,15 +83,10 @@ class DecodingSink:
             array = self._reader.array(columns)
         except CarpoolError:
             array = None  # each result fails by itself
-        if array is not None:
+        if array is None:
+            super().put_columns(targets, columns)
+        else:
             self.put_rows(targets, array, columns)
-            return
-        for target, result in zip(targets, columns.results(), strict=True):
-            self.put(target, result._asdict())
-
-    def put_chunk(self, target: Any, envelope: Envelope) -> None:
-        """Not called."""
-        raise NotImplementedError
 
     def put_value(self, target: Any, value: Any, envelope: Envelope) -> None:
         """Take the value of this envelope."""
@@ -96,10 +94,6 @@ class DecodingSink:
 
     def put_rows(self, targets: Sequence[Any], array: Array, columns: ResultColumns) -> None:
         """Take the values of these columns, which are the rows of an array."""
-        raise NotImplementedError
-
-    def fail(self, target: Any, error: CarpoolError) -> None:
-        """Take an error instead of a value."""
         raise NotImplementedError
 
 

@@ -261,12 +261,12 @@ class Stream(_Reader):
         self,
         target: StreamTarget,
         close: Callable[[StreamTarget], None],  # on any thread
-        take: Callable[[SimpleQueue[Any]], Any],  # waits for an item
+        next_item: Callable[[SimpleQueue[Any]], Any],  # waits for an item
     ) -> None:
         super().__init__(target)
         self._queue: Any = target.queue
         self._close = close
-        self._take = take
+        self._next_item = next_item
 
     def __iter__(self) -> _Loop:
         return _Loop(self)
@@ -277,7 +277,7 @@ class Stream(_Reader):
             self._check_not_left()
             raise StopIteration
         try:
-            item = self._take(self._queue)
+            item = self._next_item(self._queue)
         except BaseException:  # such as Ctrl-C
             self.close()
             raise

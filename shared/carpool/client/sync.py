@@ -147,18 +147,6 @@ class _ThreadClient(AsyncClient):
         """On any thread."""
         return SequenceProgress(self._producer, model, sequence_id)
 
-    async def enter_sequence(self, sequence: SequenceProgress) -> None:
-        """Its block is entered."""
-        await self._enter_sequence(sequence)
-
-    async def restart_sequence(self, sequence: SequenceProgress) -> None:
-        """It begins again. Raises RuntimeError if requests have no result yet."""
-        sequence.restart()
-
-    async def end_sequence(self, sequence: SequenceProgress) -> None:
-        """Its block is left."""
-        sequence.end()
-
     def close_stream(self, target: StreamTarget) -> None:
         """The reader of a stream wants no more: withdraw its request."""
         self._close_stream(target)
@@ -483,8 +471,8 @@ class Client:
         thread = self._open
         target = StreamTarget(new_queue())
         thread.submit(target, model, body, options)
-        take = partial(thread.thread.take, limit_s=thread.timeout_s(options))
-        return Stream(target, thread.close_stream, take)
+        next_item = partial(thread.thread.next_item, limit_s=thread.timeout_s(options))
+        return Stream(target, thread.close_stream, next_item)
 
     def sequence(self, model: str, sequence_id: str | None = None) -> BlockingSequence:
         """A sequence of requests to a model that keeps a state between them, for a `with`; as
@@ -496,13 +484,12 @@ class Client:
             thread.submit(future, model, body, options, progress, end)
             return future
 
-        client, limit_s = self._client, self._own.timeout_s({})
+        progress, limit_s = self._client.new_sequence(model, sequence_id), self._own.timeout_s({})
         return BlockingSequence(
-            client.new_sequence(model, sequence_id),
-            lambda progress: self._wait(self._start(client.enter_sequence(progress), limit_s)),
+            progress,
+            lambda: self._wait(self._start(progress.enter(), limit_s)),
             submit,
-            lambda progress: self._wait(self._start(client.restart_sequence(progress))),
-            lambda progress: self._wait(self._start(client.end_sequence(progress))),
+            lambda function: self._wait(self._start(_called(function))),
         )
 
     def wait_ready(self, model: str, timeout: float | None = None) -> None:
@@ -548,3 +535,7 @@ class Client:
             return self._wait(future)
         error = future.exception()
         return future.result() if error is None else error
+
+
+async def _called(function: Callable[[], None]) -> None:
+    function()
