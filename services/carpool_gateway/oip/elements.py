@@ -26,9 +26,8 @@ from carpool_gateway.oip.json_text import parse
 
 Data = Buffer | list[bytes]  # of numbers, or the elements of BYTES
 
-JSON_ELEMENTS_MAX: Final = (
-    4_000_000  # of all inputs of a request; each is an object of some 32 bytes for a moment
-)
+# Of all inputs of a request: each is an object of some 32 bytes for a moment, and takes 0.1 to 0.5 µs.
+JSON_ELEMENTS_MAX: Final = 1_000_000
 NO_JSON: Final = frozenset({"FP16", "BF16"})
 _LENGTH: Final = struct.Struct("<I")
 _KINDS: Final[dict[str, type]] = {

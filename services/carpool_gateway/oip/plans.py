@@ -24,7 +24,7 @@ from carpool.wire.tensors import WIDTHS, TensorSpec, tensor_head
 from carpool_gateway.oip.elements import NO_JSON, from_binary, is_text
 from carpool_gateway.oip.errors import ProtocolError, TooLargeError
 from carpool_gateway.oip.models import BODY, OfferedModel, shown, shown_shape
-from carpool_gateway.oip.requests import InferRequest, InputTensor, RequestedOutput
+from carpool_gateway.oip.requests import InferRequest, InputTensor, RequestedOutput, Scalar
 
 ROWS_MAX: Final = 1024
 _CONTENT_TYPE: Final = "content_type"
@@ -46,7 +46,8 @@ class Plan(NamedTuple):
     """What is to be sent to a model, and what of its results is wanted.
 
     `bodies`: of the requests, one for each row, all of `content_type`. `accept`: the content type of their
-    results; empty: what the model makes of that of the requests. `is_chosen`: the client chose it.
+    results; empty: what the model makes of that of the requests. `is_chosen`: the client chose it. `fields`:
+    for the model.
     """
 
     content_type: str
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
     accept: str
     is_chosen: bool
     outputs: Sequence[WantedOutput]
+    fields: Mapping[str, Scalar]
 
 
 def plan(model: OfferedModel, request: InferRequest) -> Plan:
@@ -77,7 +79,8 @@ def plan(model: OfferedModel, request: InferRequest) -> Plan:
     is_chosen = bool(accept)
     if model.declares_outputs and content_type != MSGPACK:
         accept = MSGPACK
-    return Plan(content_type, bodies, accept, is_chosen, outputs)
+    fields = {name: value for name, value in request.parameters.items() if name != ACCEPT}
+    return Plan(content_type, bodies, accept, is_chosen, outputs, fields)
 
 
 def _accept(model: OfferedModel, request: InferRequest) -> str:
@@ -135,9 +138,12 @@ def _in_order(model: OfferedModel, request: InferRequest) -> list[InputTensor]:
     if len(named) != len(request.inputs):
         ((twice, times),) = Counter(tensor.name for tensor in request.inputs).most_common(1)
         raise ProtocolError(f"input {twice!r:.60} already exists: it is there {times} times")
-    if len(named) != len(model.inputs) or any(spec.name not in named for spec in model.inputs):
+    try:
+        ordered = [named[spec.name] for spec in model.inputs]
+    except KeyError:
+        raise ProtocolError(_why_other_inputs(model, named)) from None
+    if len(named) != len(ordered):
         raise ProtocolError(_why_other_inputs(model, named))
-    ordered = [named[spec.name] for spec in model.inputs]
     for spec, tensor in zip(model.inputs, ordered, strict=True):
         if tensor.datatype != spec.datatype:
             raise ProtocolError(

@@ -311,11 +311,13 @@ def _count(shape: list[int], of: str) -> int:
     """The number of elements of a shape. Raises ProtocolError for one that no tensor can have."""
     if len(shape) > MAX_DIMENSIONS:
         raise ProtocolError(f"{of}: shape has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are possible")
-    if any(size < 0 for size in shape):
+    if min(shape, default=0) < 0:
         raise ProtocolError(f"{of}: shape {_shown(shape)} has a negative size")
-    if math.prod(filter(None, shape)) > MAX_ITEMS:
+    count = math.prod(shape)
+    # Also of an empty tensor, which needs no data that would have to be there.
+    if count > MAX_ITEMS or (count == 0 and math.prod(filter(None, shape)) > MAX_ITEMS):
         raise ProtocolError(f"{of}: shape {_shown(shape)} has more than {MAX_ITEMS} elements")
-    return math.prod(shape)
+    return count
 
 
 def _shown(shape: list[int]) -> str:
