@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from carpool_gateway.oip import json_text
-from carpool_gateway.oip.elements import JSON_ELEMENTS_MAX
+from carpool_gateway.oip.elements import OBJECTS_MAX
 from carpool_gateway.oip.errors import ProtocolError, TooLargeError
 from carpool_gateway.oip.requests import InferRequest, InputTensor, RequestedOutput, decode_request
 from support.oip import tensor, with_binary, written
@@ -403,10 +403,20 @@ def test_unknown_datatypes() -> None:
         )
 
 
-def test_a_limit_of_elements_in_json() -> None:
-    many = b"[" + b"1," * (JSON_ELEMENTS_MAX + 1) + b"1]"
-    with pytest.raises(TooLargeError, match="send large tensors as binary data") as caught:
-        decode_request(b'{"inputs": [{"data": %b}]}' % many)
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b'{"inputs": [{"data": [' + b"1," * OBJECTS_MAX + b"1]}]}", "send large tensors as binary data"),
+        (b'{"inputs": [{"data": [' + b"[" * OBJECTS_MAX, "send large tensors as binary data"),
+        (written({"name": "x", "datatype": "BYTES", "shape": [OBJECTS_MAX + 1], "data": []}), "of BYTES"),
+        (written(*[tensor([], name=str(number)) for number in range(1001)]), "inputs: the request has 1001"),
+        (written(outputs=[{"name": "x"}] * 1001), "outputs: the request has 1001"),
+        (written(parameters={str(number): 1 for number in range(1001)}), "parameters: the request has 1001"),
+    ],
+)
+def test_what_would_hold_up_others(body: bytes, sentence: str) -> None:
+    with pytest.raises(TooLargeError, match=sentence) as caught:
+        decode_request(body)
     assert caught.value.http_status == 413
 
 
@@ -457,7 +467,7 @@ def test_bytes_that_do_not_add_up(data: bytes, sentence: str) -> None:
 
 
 def test_more_elements_than_bytes_take_no_memory() -> None:
-    assert "too few" in refused(*with_binary(("x", "BYTES", [1 << 40], b"\0\0\0\0")))
+    assert "too few" in refused(*with_binary(("x", "BYTES", [OBJECTS_MAX], b"\0\0\0\0")))
 
 
 def test_bools_are_0_and_1() -> None:

@@ -26,8 +26,8 @@ from carpool_gateway.oip.json_text import parse
 
 Data = Buffer | list[bytes]  # of numbers, or the elements of BYTES
 
-# Of all inputs of a request: each is an object of some 32 bytes for a moment, and takes 0.1 to 0.5 µs.
-JSON_ELEMENTS_MAX: Final = 1_000_000
+# In a request, of JSON and of BYTES: each is an object of some 32 bytes for a moment, and takes up to 1 µs.
+OBJECTS_MAX: Final = 1_000_000
 NO_JSON: Final = frozenset({"FP16", "BF16"})
 _LENGTH: Final = struct.Struct("<I")
 _KINDS: Final[dict[str, type]] = {
@@ -245,9 +245,16 @@ def to_binary(data: Data) -> Buffer:
     return b"".join([part for element in data for part in (_LENGTH.pack(len(element)), element)])
 
 
-def check_json_elements(commas: int) -> None:
-    """Raise TooLargeError if JSON has more elements than JSON_ELEMENTS_MAX, of which its commas tell."""
-    if commas > JSON_ELEMENTS_MAX:
+def check_json(text: bytes) -> None:
+    """Raise TooLargeError if a JSON text has more than OBJECTS_MAX elements, lists and maps."""
+    if text.count(b",") + text.count(b"[") + text.count(b"{") > OBJECTS_MAX:
         raise TooLargeError(
-            f"the JSON has more than {JSON_ELEMENTS_MAX} elements: send large tensors as binary data"
+            f"the JSON has more than {OBJECTS_MAX} elements, lists and objects: send large tensors as binary "
+            "data"
         )
+
+
+def check_texts(count: int) -> None:
+    """Raise TooLargeError if a request has more than OBJECTS_MAX elements of BYTES."""
+    if count > OBJECTS_MAX:
+        raise TooLargeError(f"the request has {count} elements of BYTES, and may have {OBJECTS_MAX}")
