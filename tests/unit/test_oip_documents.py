@@ -1,4 +1,4 @@
-"""The other documents of the Open Inference Protocol, and the HTTP status of each status."""
+"""The documents of the Open Inference Protocol beside responses to infer requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from carpool import errors
 from carpool.errors import NotFoundError
 from carpool.model_settings import ModelKind
 from carpool.wire.tensors import TensorSpec
@@ -15,7 +14,6 @@ from carpool_gateway.oip import documents
 from carpool_gateway.oip.documents import BatchFigures, Duration, IndexEntry, ModelFigures
 from carpool_gateway.oip.errors import ProtocolError
 from carpool_gateway.oip.models import OfferedModel
-from carpool_gateway.statuses import HTTP_STATUSES, http_status
 from support.oip import offered
 
 SIMPLE = offered(
@@ -177,14 +175,3 @@ def test_errors() -> None:
     with pytest.raises(NotFoundError, match="version 2 is not found"):
         documents.check_version("m", "2")
     assert parsed(documents.model_ready("m")) == {"name": "m", "ready": True}
-
-
-def test_every_status_has_an_http_status() -> None:
-    statuses = {
-        kind.status for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "status")
-    }
-    assert statuses | {errors.OK} == set(HTTP_STATUSES)
-    assert http_status("OK") == 200
-    assert http_status("RESOURCE_EXHAUSTED") == 429
-    assert http_status("DEADLINE_EXCEEDED") == 504
-    assert http_status("OF_A_LATER_VERSION") == http_status("INTERNAL") == 500
