@@ -387,6 +387,13 @@ def test_a_shape_that_is_none(shape: Any, sentence: str) -> None:
     assert sentence in refused(header.encode() + b"a", str(len(header)).encode())
 
 
+def test_shapes_at_their_limits() -> None:
+    assert only(written(tensor([7], "INT8", [1] * 32))).shape == (1,) * 32
+    assert "33 dimensions" in refused(written(tensor([7], "INT8", [1] * 33)))
+    assert only(written(tensor([], "INT8", [0, 1 << 40]))).shape == (0, 1 << 40)
+    assert "more than 1099511627776" in refused(written(tensor([], "INT8", [0, (1 << 40) + 1])))
+
+
 @pytest.mark.parametrize("shape", [[0], [0, 16], [1, 0], [16, 0, 3]])
 def test_no_elements(shape: list[int]) -> None:
     for datatype, nothing in (("FP32", b""), ("BYTES", [])):
@@ -491,6 +498,14 @@ def test_a_size_that_is_none(size: Any) -> None:
         {"name": "x", "datatype": "INT8", "shape": [1], "parameters": {"binary_data_size": size}}
     )
     assert "binary_data_size" in refused(header + b"a", str(len(header)).encode())
+
+
+def test_more_binary_data_than_is_left() -> None:
+    body, length = with_binary(("x", "INT8", [2], b"ab"), ("y", "INT8", [2], b"cd"))
+    sentence = refused(body[:-1], length)
+    assert (
+        sentence == "input 'y': binary_data_size 2 must be a number of bytes, and 1 of binary data are left"
+    )
 
 
 def test_binary_data_without_an_input() -> None:

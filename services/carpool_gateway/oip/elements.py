@@ -165,7 +165,7 @@ def to_json(data: Data, datatype: str, of: str) -> bytes:
     """A flat JSON list of these elements. Raises ProtocolError for BYTES that are not UTF-8, and for
     datatypes that are not written in JSON."""
     if isinstance(data, list):
-        return msgspec.json.encode(_texts(data, of))
+        return msgspec.json.encode(texts_of(data, of, ", so it is not written in JSON: ask for binary_data"))
     if datatype in NO_JSON:
         raise ProtocolError(f"{of}: {datatype} is not written in JSON: ask for binary_data")
     array = from_bytes(datatype, (-1,), data)
@@ -174,24 +174,16 @@ def to_json(data: Data, datatype: str, of: str) -> bytes:
     return msgspec.json.encode(array.tolist())
 
 
-def _texts(elements: Sequence[bytes], of: str) -> list[str]:
+def texts_of(elements: Sequence[bytes], of: str, remedy: str) -> list[str]:
+    """Elements of BYTES as texts. Raises ProtocolError, which ends with `remedy`, for one that is not
+    UTF-8."""
+    texts: list[str] = []
     try:
-        return [element.decode() for element in elements]
+        for element in elements:
+            texts.append(element.decode())
     except UnicodeDecodeError:
-        pass
-    index = next(index for index, element in enumerate(elements) if not is_text(element))
-    raise ProtocolError(
-        f"{of}: element {index} is not UTF-8, so it is not written in JSON: ask for binary_data"
-    )
-
-
-def is_text(element: bytes) -> bool:
-    """Whether these bytes are a text in UTF-8."""
-    try:
-        element.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        raise ProtocolError(f"{of}: element {len(texts)} is not UTF-8{remedy}") from None
+    return texts
 
 
 # --- binary data -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from carpool.parts import Buffer
 from carpool.rows import Rows
 from carpool.wire.content_types import ACCEPT, canonical
 from carpool.wire.tensors import WIDTHS, TensorSpec, tensor_head
-from carpool_gateway.oip.elements import NO_JSON, from_binary, is_text
+from carpool_gateway.oip.elements import NO_JSON, from_binary, texts_of
 from carpool_gateway.oip.errors import ProtocolError, TooLargeError
 from carpool_gateway.oip.models import BODY, OfferedModel, shown, shown_shape
 from carpool_gateway.oip.requests import InferRequest, InputTensor, RequestedOutput, Scalar
@@ -223,7 +223,9 @@ def _count_rows(model: OfferedModel, inputs: Sequence[InputTensor]) -> int:
 def _bodies(model: OfferedModel, inputs: Sequence[InputTensor], rows: int) -> tuple[str, Rows | list[bytes]]:
     """The content type and the bodies of the requests."""
     if not model.declares_inputs:
-        return _content_type(inputs[0]), _elements(inputs[0])
+        elements = inputs[0].data
+        assert isinstance(elements, list)
+        return _content_type(inputs[0]), elements
     if any(tensor.datatype == "BYTES" for tensor in inputs):
         return MSGPACK, _with_texts(inputs, rows)
     pieces: _Pieces = []
@@ -298,27 +300,13 @@ def _row_tensors(tensor: InputTensor, rows: int) -> list[dict[str, Any]]:
     values: Sequence[Any] = data
     width = math.prod(shape)
     if isinstance(data, list):
-        values = _texts(tensor.name, data)
+        values = texts_of(data, f"input {tensor.name!r}", ", and the model takes texts as BYTES")
     else:
         width *= WIDTHS[tensor.datatype]
     return [
         {"datatype": tensor.datatype, "shape": shape, "data": values[at * width : (at + 1) * width]}
         for at in range(rows)
     ]
-
-
-def _texts(name: str, elements: Sequence[bytes]) -> list[str]:
-    try:
-        return [element.decode() for element in elements]
-    except UnicodeDecodeError:
-        pass
-    index = next(index for index, element in enumerate(elements) if not is_text(element))
-    raise ProtocolError(f"input {name!r}: element {index} is not UTF-8, and the model takes texts as BYTES")
-
-
-def _elements(tensor: InputTensor) -> list[bytes]:
-    assert isinstance(tensor.data, list)
-    return tensor.data
 
 
 def _content_type(tensor: InputTensor) -> str:
