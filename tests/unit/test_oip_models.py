@@ -11,6 +11,8 @@ import pytest
 
 from carpool import InvalidArgumentError, TensorSpec
 from carpool.errors import CarpoolError
+from carpool.messages.batches import BatchedRun
+from carpool.rows import Rows
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import plan
 from carpool_gateway.oip.requests import decode_request
@@ -18,6 +20,7 @@ from carpool_gateway.oip.responses import Response, encode_response
 from carpool_gateway.oip.results import RowResult, join_results
 from carpool_worker.model_process.model import LoadedModel, adapt
 from carpool_worker.rehearsal import Rehearsal
+from support.executions import NOW_US, codec_of, prepared
 from support.oip import binary_part, bodies_of, document, offered, tensor, with_binary, written
 
 
@@ -92,6 +95,17 @@ def test_texts(shape: list[int]) -> None:
     texts = ["a", "é", "", "\x00\n"]
     response = served(Identity("BYTES", shape[1:]), written(tensor(texts, "BYTES", shape)))
     assert document(response)["outputs"] == [tensor(texts, "BYTES", shape)]
+
+
+def test_rows_reach_a_model_process_as_they_came() -> None:
+    spec = TensorSpec("x", "FP32", (2,))
+    body, length = with_binary(("x", "FP32", [3, 2], bytes(range(24))))
+    planned = plan(offered([spec], [spec]), decode_request(body, length))
+    assert isinstance(planned.bodies, Rows)
+    run = BatchedRun("1-0", ["a", "b", "c"], planned.bodies, planned.content_type, None, NOW_US, None, None)
+    (frame,) = prepared(codec_of(spec), run).frames
+    (payload,) = frame.payload
+    assert payload is planned.bodies.data
 
 
 def test_classes_of_what_a_model_returns() -> None:
