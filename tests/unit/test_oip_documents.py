@@ -1,4 +1,4 @@
-"""The other documents of the Open Inference Protocol."""
+"""The documents of the Open Inference Protocol beside responses to infer requests."""
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ def test_statistics() -> None:
     stats = found["inference_stats"]
     assert stats["success"] == {"count": 10, "ns": 5000}
     assert stats["compute_infer"] == {"count": 3, "ns": 900}
+    assert stats["compute_input"]["ns"] == stats["compute_output"]["ns"] == 0
     assert {stats[name]["count"] for name in ("compute_input", "compute_infer", "compute_output")} == {3}
     assert found["batch_stats"] == [
         {

@@ -224,8 +224,9 @@ def test_content_types_that_are_none() -> None:
 
 
 def test_results_have_the_content_type_that_is_needed() -> None:
-    body = written(tensor(["7"], "BYTES", name="body"), parameters={"accept": "image/png"})
+    body = written(tensor(["7"], "BYTES", name="body"), parameters={"accept": "image/png", "a": 1})
     assert (planned(ANYTHING, body).accept, planned(ANYTHING, body).is_chosen) == ("image/png", True)
+    assert planned(ANYTHING, body).fields == {"a": 1}
     only_outputs = offered([], [TensorSpec("y", "FP32", (2,))])
     found = planned(only_outputs, written(tensor(["7"], "BYTES", name="body")))
     assert (found.accept, found.is_chosen) == ("application/msgpack", False)

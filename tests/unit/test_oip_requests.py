@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from carpool_gateway.oip import json_text
-from carpool_gateway.oip.elements import JSON_ELEMENTS_MAX
+from carpool_gateway.oip.elements import OBJECTS_MAX
 from carpool_gateway.oip.errors import ProtocolError, TooLargeError
 from carpool_gateway.oip.requests import InferRequest, InputTensor, RequestedOutput, decode_request
 from support.oip import tensor, with_binary, written
@@ -387,6 +387,13 @@ def test_a_shape_that_is_none(shape: Any, sentence: str) -> None:
     assert sentence in refused(header.encode() + b"a", str(len(header)).encode())
 
 
+def test_shapes_at_their_limits() -> None:
+    assert only(written(tensor([7], "INT8", [1] * 32))).shape == (1,) * 32
+    assert "33 dimensions" in refused(written(tensor([7], "INT8", [1] * 33)))
+    assert only(written(tensor([], "INT8", [0, 1 << 40]))).shape == (0, 1 << 40)
+    assert "more than 1099511627776" in refused(written(tensor([], "INT8", [0, (1 << 40) + 1])))
+
+
 @pytest.mark.parametrize("shape", [[0], [0, 16], [1, 0], [16, 0, 3]])
 def test_no_elements(shape: list[int]) -> None:
     for datatype, nothing in (("FP32", b""), ("BYTES", [])):
@@ -403,10 +410,20 @@ def test_unknown_datatypes() -> None:
         )
 
 
-def test_a_limit_of_elements_in_json() -> None:
-    many = b"[" + b"1," * (JSON_ELEMENTS_MAX + 1) + b"1]"
-    with pytest.raises(TooLargeError, match="send large tensors as binary data") as caught:
-        decode_request(b'{"inputs": [{"data": %b}]}' % many)
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b'{"inputs": [{"data": [' + b"1," * OBJECTS_MAX + b"1]}]}", "send large tensors as binary data"),
+        (b'{"inputs": [{"data": [' + b"[" * OBJECTS_MAX, "send large tensors as binary data"),
+        (written({"name": "x", "datatype": "BYTES", "shape": [OBJECTS_MAX + 1], "data": []}), "of BYTES"),
+        (written(*[tensor([], name=str(number)) for number in range(1001)]), "inputs: the request has 1001"),
+        (written(outputs=[{"name": "x"}] * 1001), "outputs: the request has 1001"),
+        (written(parameters={str(number): 1 for number in range(1001)}), "parameters: the request has 1001"),
+    ],
+)
+def test_what_would_hold_up_others(body: bytes, sentence: str) -> None:
+    with pytest.raises(TooLargeError, match=sentence) as caught:
+        decode_request(body)
     assert caught.value.http_status == 413
 
 
@@ -457,7 +474,7 @@ def test_bytes_that_do_not_add_up(data: bytes, sentence: str) -> None:
 
 
 def test_more_elements_than_bytes_take_no_memory() -> None:
-    assert "too few" in refused(*with_binary(("x", "BYTES", [1 << 40], b"\0\0\0\0")))
+    assert "too few" in refused(*with_binary(("x", "BYTES", [OBJECTS_MAX], b"\0\0\0\0")))
 
 
 def test_bools_are_0_and_1() -> None:
@@ -481,6 +498,14 @@ def test_a_size_that_is_none(size: Any) -> None:
         {"name": "x", "datatype": "INT8", "shape": [1], "parameters": {"binary_data_size": size}}
     )
     assert "binary_data_size" in refused(header + b"a", str(len(header)).encode())
+
+
+def test_more_binary_data_than_is_left() -> None:
+    body, length = with_binary(("x", "INT8", [2], b"ab"), ("y", "INT8", [2], b"cd"))
+    sentence = refused(body[:-1], length)
+    assert (
+        sentence == "input 'y': binary_data_size 2 must be a number of bytes, and 1 of binary data are left"
+    )
 
 
 def test_binary_data_without_an_input() -> None:

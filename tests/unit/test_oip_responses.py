@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -169,6 +170,25 @@ def test_one_failed_row_fails_the_response() -> None:
         assert (caught.value.status, caught.value.detail) == (status, "row 1: it is wrong")
     with pytest.raises(CarpoolError, match=r"^INTERNAL: it is wrong$"):
         join_results(identity("FP32"), found, [RowResult("INTERNAL", detail="it is wrong")])
+
+
+def test_rows_that_begin_alike_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked: list[bytes] = []
+
+    def unpackb(body: bytes) -> Any:
+        unpacked.append(body)
+        return msgpack.unpackb(body)
+
+    monkeypatch.setattr(results, "msgpack", SimpleNamespace(unpackb=unpackb))
+    values = [np.full(2, number, "f4") for number in range(50)]
+    (output,) = document(returned(numbers(), values))["outputs"]
+    assert (output["shape"], output["data"][-3:]) == ([50, 2], [48, 49, 49])
+    assert len(unpacked) == 1
+
+
+def test_rows_as_long_that_begin_otherwise() -> None:
+    with pytest.raises(ProtocolError, match=re.escape("shape [1, 4] for row 0 and [2, 2] for row 1")):
+        returned(numbers((-1, -1)), [np.zeros((1, 4), "f4"), np.zeros((2, 2), "f4")])
 
 
 def test_rows_of_different_shapes_are_no_batch() -> None:

@@ -26,9 +26,8 @@ from carpool_gateway.oip.json_text import parse
 
 Data = Buffer | list[bytes]  # of numbers, or the elements of BYTES
 
-JSON_ELEMENTS_MAX: Final = (
-    4_000_000  # of all inputs of a request; each is an object of some 32 bytes for a moment
-)
+# In a request, of JSON and of BYTES: each is an object of some 32 bytes for a moment, and takes up to 1 µs.
+OBJECTS_MAX: Final = 1_000_000
 NO_JSON: Final = frozenset({"FP16", "BF16"})
 _LENGTH: Final = struct.Struct("<I")
 _KINDS: Final[dict[str, type]] = {
@@ -166,7 +165,7 @@ def to_json(data: Data, datatype: str, of: str) -> bytes:
     """A flat JSON list of these elements. Raises ProtocolError for BYTES that are not UTF-8, and for
     datatypes that are not written in JSON."""
     if isinstance(data, list):
-        return msgspec.json.encode(_texts(data, of))
+        return msgspec.json.encode(texts_of(data, of, ", so it is not written in JSON: ask for binary_data"))
     if datatype in NO_JSON:
         raise ProtocolError(f"{of}: {datatype} is not written in JSON: ask for binary_data")
     array = from_bytes(datatype, (-1,), data)
@@ -175,24 +174,16 @@ def to_json(data: Data, datatype: str, of: str) -> bytes:
     return msgspec.json.encode(array.tolist())
 
 
-def _texts(elements: Sequence[bytes], of: str) -> list[str]:
+def texts_of(elements: Sequence[bytes], of: str, remedy: str) -> list[str]:
+    """Elements of BYTES as texts. Raises ProtocolError, which ends with `remedy`, for one that is not
+    UTF-8."""
+    texts: list[str] = []
     try:
-        return [element.decode() for element in elements]
+        for element in elements:
+            texts.append(element.decode())
     except UnicodeDecodeError:
-        pass
-    index = next(index for index, element in enumerate(elements) if not is_text(element))
-    raise ProtocolError(
-        f"{of}: element {index} is not UTF-8, so it is not written in JSON: ask for binary_data"
-    )
-
-
-def is_text(element: bytes) -> bool:
-    """Whether these bytes are a text in UTF-8."""
-    try:
-        element.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        raise ProtocolError(f"{of}: element {len(texts)} is not UTF-8{remedy}") from None
+    return texts
 
 
 # --- binary data -------------------------------------------------------------------------------------------
@@ -246,9 +237,16 @@ def to_binary(data: Data) -> Buffer:
     return b"".join([part for element in data for part in (_LENGTH.pack(len(element)), element)])
 
 
-def check_json_elements(commas: int) -> None:
-    """Raise TooLargeError if JSON has more elements than JSON_ELEMENTS_MAX, of which its commas tell."""
-    if commas > JSON_ELEMENTS_MAX:
+def check_json(text: bytes) -> None:
+    """Raise TooLargeError if a JSON text has more than OBJECTS_MAX elements, lists and maps."""
+    if text.count(b",") + text.count(b"[") + text.count(b"{") > OBJECTS_MAX:
         raise TooLargeError(
-            f"the JSON has more than {JSON_ELEMENTS_MAX} elements: send large tensors as binary data"
+            f"the JSON has more than {OBJECTS_MAX} elements, lists and objects: send large tensors as binary "
+            "data"
         )
+
+
+def check_texts(count: int) -> None:
+    """Raise TooLargeError if a request has more than OBJECTS_MAX elements of BYTES."""
+    if count > OBJECTS_MAX:
+        raise TooLargeError(f"the request has {count} elements of BYTES, and may have {OBJECTS_MAX}")

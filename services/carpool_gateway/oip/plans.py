@@ -21,10 +21,10 @@ from carpool.parts import Buffer
 from carpool.rows import Rows
 from carpool.wire.content_types import ACCEPT, canonical
 from carpool.wire.tensors import WIDTHS, TensorSpec, tensor_head
-from carpool_gateway.oip.elements import NO_JSON, from_binary, is_text
+from carpool_gateway.oip.elements import NO_JSON, from_binary, texts_of
 from carpool_gateway.oip.errors import ProtocolError, TooLargeError
 from carpool_gateway.oip.models import BODY, OfferedModel, shown, shown_shape
-from carpool_gateway.oip.requests import InferRequest, InputTensor, RequestedOutput
+from carpool_gateway.oip.requests import InferRequest, InputTensor, RequestedOutput, Scalar
 
 ROWS_MAX: Final = 1024
 _CONTENT_TYPE: Final = "content_type"
@@ -46,7 +46,8 @@ class Plan(NamedTuple):
     """What is to be sent to a model, and what of its results is wanted.
 
     `bodies`: of the requests, one for each row, all of `content_type`. `accept`: the content type of their
-    results; empty: what the model makes of that of the requests. `is_chosen`: the client chose it.
+    results; empty: what the model makes of that of the requests. `is_chosen`: the client chose it. `fields`:
+    for the model.
     """
 
     content_type: str
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
     accept: str
     is_chosen: bool
     outputs: Sequence[WantedOutput]
+    fields: Mapping[str, Scalar]
 
 
 def plan(model: OfferedModel, request: InferRequest) -> Plan:
@@ -77,7 +79,8 @@ def plan(model: OfferedModel, request: InferRequest) -> Plan:
     is_chosen = bool(accept)
     if model.declares_outputs and content_type != MSGPACK:
         accept = MSGPACK
-    return Plan(content_type, bodies, accept, is_chosen, outputs)
+    fields = {name: value for name, value in request.parameters.items() if name != ACCEPT}
+    return Plan(content_type, bodies, accept, is_chosen, outputs, fields)
 
 
 def _accept(model: OfferedModel, request: InferRequest) -> str:
@@ -135,9 +138,12 @@ def _in_order(model: OfferedModel, request: InferRequest) -> list[InputTensor]:
     if len(named) != len(request.inputs):
         ((twice, times),) = Counter(tensor.name for tensor in request.inputs).most_common(1)
         raise ProtocolError(f"input {twice!r:.60} already exists: it is there {times} times")
-    if len(named) != len(model.inputs) or any(spec.name not in named for spec in model.inputs):
+    try:
+        ordered = [named[spec.name] for spec in model.inputs]
+    except KeyError:
+        raise ProtocolError(_why_other_inputs(model, named)) from None
+    if len(named) != len(ordered):
         raise ProtocolError(_why_other_inputs(model, named))
-    ordered = [named[spec.name] for spec in model.inputs]
     for spec, tensor in zip(model.inputs, ordered, strict=True):
         if tensor.datatype != spec.datatype:
             raise ProtocolError(
@@ -217,7 +223,9 @@ def _count_rows(model: OfferedModel, inputs: Sequence[InputTensor]) -> int:
 def _bodies(model: OfferedModel, inputs: Sequence[InputTensor], rows: int) -> tuple[str, Rows | list[bytes]]:
     """The content type and the bodies of the requests."""
     if not model.declares_inputs:
-        return _content_type(inputs[0]), _elements(inputs[0])
+        elements = inputs[0].data
+        assert isinstance(elements, list)
+        return _content_type(inputs[0]), elements
     if any(tensor.datatype == "BYTES" for tensor in inputs):
         return MSGPACK, _with_texts(inputs, rows)
     pieces: _Pieces = []
@@ -292,27 +300,13 @@ def _row_tensors(tensor: InputTensor, rows: int) -> list[dict[str, Any]]:
     values: Sequence[Any] = data
     width = math.prod(shape)
     if isinstance(data, list):
-        values = _texts(tensor.name, data)
+        values = texts_of(data, f"input {tensor.name!r}", ", and the model takes texts as BYTES")
     else:
         width *= WIDTHS[tensor.datatype]
     return [
         {"datatype": tensor.datatype, "shape": shape, "data": values[at * width : (at + 1) * width]}
         for at in range(rows)
     ]
-
-
-def _texts(name: str, elements: Sequence[bytes]) -> list[str]:
-    try:
-        return [element.decode() for element in elements]
-    except UnicodeDecodeError:
-        pass
-    index = next(index for index, element in enumerate(elements) if not is_text(element))
-    raise ProtocolError(f"input {name!r}: element {index} is not UTF-8, and the model takes texts as BYTES")
-
-
-def _elements(tensor: InputTensor) -> list[bytes]:
-    assert isinstance(tensor.data, list)
-    return tensor.data
 
 
 def _content_type(tensor: InputTensor) -> str:

@@ -17,11 +17,13 @@ import msgspec
 from carpool.keys import CORRELATION_ID
 from carpool.messages.requests import PRIORITY_LEVELS
 from carpool.wire.tensors import DATATYPES, MAX_DIMENSIONS, MAX_ITEMS
-from carpool_gateway.oip.elements import Data, check_json_elements, from_binary, from_json, from_list
-from carpool_gateway.oip.errors import ProtocolError
+from carpool_gateway.oip.elements import Data, check_json, check_texts, from_binary, from_json, from_list
+from carpool_gateway.oip.errors import ProtocolError, TooLargeError
 from carpool_gateway.oip.json_text import check_names, parse
 
 HEADER_LENGTH: Final = "Inference-Header-Content-Length"
+
+NAMES_MAX: Final = 1000  # of inputs, of outputs and of parameters
 
 Scalar = bool | int | float | str
 
@@ -83,8 +85,9 @@ def decode_request(body: bytes, header_length: bytes | None = None) -> InferRequ
     if json_bytes == 0 and header_length is not None:
         return InferRequest(binary_output=True, raw=memoryview(body))
     text = body if json_bytes == len(body) else body[:json_bytes]
-    check_json_elements(text.count(b","))
+    check_json(text)
     written = _read(text)
+    _check_sizes(written)
     inputs = _inputs(written, memoryview(body)[json_bytes:])
     parameters = written.parameters or _NO_PARAMETERS
     binary_output = _flag(parameters, "binary_data_output")
@@ -104,6 +107,14 @@ def decode_request(body: bytes, header_length: bytes | None = None) -> InferRequ
         _whole_number(parameters, "timeout", _TIMEOUT_US_MAX) or None,
         {name: value for name, value in parameters.items() if name not in _RESERVED},
     )
+
+
+def _check_sizes(written: _Request | _ParsedRequest) -> None:
+    """Raise TooLargeError for so many names that reading them would hold up others."""
+    inputs, outputs, parameters = written.inputs, written.outputs or (), written.parameters or ()
+    for name, given in (("inputs", inputs), ("outputs", outputs), ("parameters", parameters)):
+        if len(given) > NAMES_MAX:
+            raise TooLargeError(f"{name}: the request has {len(given)}, and may have {NAMES_MAX}")
 
 
 def _json_bytes(header_length: bytes | None, body_bytes: int) -> int:
@@ -263,12 +274,15 @@ def _called(name: str) -> str:
 
 def _inputs(written: _Request | _ParsedRequest, binary: memoryview) -> tuple[InputTensor, ...]:
     inputs: list[InputTensor] = []
-    at = 0
+    at = texts = 0
     for of_input in written.inputs:
         of = _called(of_input.name)
         if of_input.datatype not in DATATYPES:
             raise ProtocolError(f"{of}: datatype {of_input.datatype!r:.40} is not one of {_ALL_DATATYPES}")
         count = _count(of_input.shape, of)
+        if of_input.datatype == "BYTES":
+            texts += count
+            check_texts(texts)
         parameters = of_input.parameters or _NO_PARAMETERS
         size = parameters.get("binary_data_size")
         if "shared_memory_region" in parameters:
@@ -311,11 +325,13 @@ def _count(shape: list[int], of: str) -> int:
     """The number of elements of a shape. Raises ProtocolError for one that no tensor can have."""
     if len(shape) > MAX_DIMENSIONS:
         raise ProtocolError(f"{of}: shape has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are possible")
-    if any(size < 0 for size in shape):
+    if min(shape, default=0) < 0:
         raise ProtocolError(f"{of}: shape {_shown(shape)} has a negative size")
-    if math.prod(filter(None, shape)) > MAX_ITEMS:
+    count = math.prod(shape)
+    # Also of an empty tensor, which needs no data that would have to be there.
+    if count > MAX_ITEMS or (count == 0 and math.prod(filter(None, shape)) > MAX_ITEMS):
         raise ProtocolError(f"{of}: shape {_shown(shape)} has more than {MAX_ITEMS} elements")
-    return math.prod(shape)
+    return count
 
 
 def _shown(shape: list[int]) -> str:

@@ -13,7 +13,16 @@ from carpool.messages.requests import JSON, MSGPACK
 from carpool.parts import Buffer
 from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.content_types import is_value
-from carpool.wire.tensors import WIDTHS, TensorSpec, check_header, check_length, from_bytes, is_tensor
+from carpool.wire.tensors import (
+    WIDTHS,
+    TensorSpec,
+    array_of,
+    check_header,
+    check_length,
+    from_bytes,
+    is_tensor,
+    to_bytes,
+)
 from carpool_gateway.oip.elements import Data
 from carpool_gateway.oip.errors import ProtocolError
 from carpool_gateway.oip.models import RESULT, OfferedModel
@@ -92,16 +101,28 @@ def _tensors_of(model: OfferedModel, result: RowResult) -> Mapping[str, Any]:
         value = msgpack.unpackb(result.body)
     except ValueError:
         raise InternalError("the result is not msgpack") from None
-    if len(model.outputs) == 1 and (is_tensor(value) or type(value) is str):
+    specs = {spec.name: spec for spec in model.outputs}
+    if len(specs) == 1 and (type(value) is not dict or is_tensor(value)):
         value = {model.outputs[0].name: value}
-    if type(value) is not dict or value.keys() != {spec.name for spec in model.outputs}:
+    if type(value) is not dict or value.keys() != specs.keys():
         raise InternalError("the result has not the outputs that the model declares: was the model replaced?")
-    return {name: _as_tensor(of_one) for name, of_one in value.items()}
+    return {name: _as_tensor(of_one, specs[name]) for name, of_one in value.items()}
 
 
-def _as_tensor(value: Any) -> Any:
-    """A tensor's map; also of a text, which is how a tensor of BYTES without dimensions is written."""
-    return {"datatype": "BYTES", "shape": [], "data": [value]} if type(value) is str else value
+def _as_tensor(value: Any, spec: TensorSpec) -> Any:
+    """A tensor's map; also of a plain number or text, as which a tensor without dimensions may be written."""
+    if spec.shape or type(value) not in _KINDS_OF_PLAIN:
+        return value
+    if type(value) is str:
+        return {"datatype": "BYTES", "shape": [], "data": [value]}
+    try:
+        data = to_bytes(array_of(value, spec.datatype), spec.datatype)
+    except (InvalidArgumentError, LookupError):
+        return value
+    return {"datatype": spec.datatype, "shape": [], "data": data}
+
+
+_KINDS_OF_PLAIN: Final = frozenset({bool, int, float, str})
 
 
 def _joined(model: OfferedModel, plan: Plan, results: Sequence[RowResult]) -> list[OutputTensor]:
