@@ -74,7 +74,9 @@ class HttpError(Exception):
 
 def http_error_of(error: CarpoolError) -> HttpError:
     """The answer to a request that failed. It may be tried again where that can help."""
-    return failure(error.status, error.detail, error.correlation_id or "")
+    answer = failure(error.status, error.detail, error.correlation_id or "")
+    answer.code = getattr(error, "http_status", answer.code)  # of errors that know better
+    return answer
 
 
 def failure(status: str, detail: str, correlation_id: str) -> HttpError:

@@ -20,6 +20,8 @@ from carpool_gateway.kept import IDEMPOTENCY, KeptRequests, is_later
 from carpool_gateway.keys import INFER, METRICS, Key, KeyRing
 from carpool_gateway.meter import GatewayMetrics
 from carpool_gateway.native.options import wants_stream
+from carpool_gateway.oip.documents import check_version, health
+from carpool_gateway.open_inference import OpenInference
 from carpool_gateway.streaming import Streaming
 
 _TEXT_HEADER: Final = b"content-type: text/plain; charset=utf-8\r\n"
@@ -43,6 +45,7 @@ class Gateway:
         producer: Producer,
         inference: Inference,
         streaming: Streaming,
+        open_inference: OpenInference,
         kept: KeptRequests,
         keys: KeyRing,
         metrics: GatewayMetrics,
@@ -55,6 +58,7 @@ class Gateway:
         self._inference = inference
         self._kept = kept
         self._streaming = streaming
+        self._v2 = open_inference
         self._keys = keys
         self._metrics = metrics
         self._health = health
@@ -114,6 +118,14 @@ class Gateway:
             case ["carpool", "v1", "models", model, ("infer" | "infer_many") as call]:
                 _check_method(exchange, "POST")
                 return _options if exchange.method == "OPTIONS" else self._accept_infer(exchange, model, call)
+            case ["v2"] | ["v2", ""]:
+                return self._document(exchange, "v2", self._v2.server_metadata)
+            case ["v2", "health", ("live" | "ready") as which]:
+                return self._document(
+                    exchange, "v2_health", self._answer_live if which == "live" else self._answer_ready
+                )
+            case ["v2", "models", model, *rest]:
+                return self._route_v2(exchange, model, rest)
             case ["carpool", "v1", "models", model, "requests", name]:
                 _check_method(exchange, "GET, HEAD, DELETE")
                 return _options if exchange.method == "OPTIONS" else self._accept_kept(exchange, model, name)
@@ -134,6 +146,48 @@ class Gateway:
             exchange.route = "stream"
             return self._streaming.infer
         return self._kept.infer if later or is_once else self._inference.infer
+
+    def _route_v2(self, exchange: Exchange, model: str, rest: list[str]) -> Handler:
+        match rest:
+            case ["versions", version, *rest]:
+                check_version(model, version)
+        match rest:
+            case [] | [""]:
+                return self._document(exchange, "v2_model", self._v2.model_metadata, model)
+            case ["config"]:
+                return self._document(exchange, "v2_config", self._v2.model_config, model)
+            case ["ready"]:
+                return self._document(exchange, "v2_ready", self._v2.model_ready, model)
+            case ["infer"]:
+                _check_method(exchange, "POST")
+                if exchange.method == "OPTIONS":
+                    return _options
+                exchange.route = "v2_infer"
+                self._v2.accept(exchange, self._key_for(exchange, INFER, model))
+                return self._v2.infer
+            case _:
+                raise HttpError(404, "there is nothing here; docs/http.md lists what there is")
+
+    def _document(self, exchange: Exchange, route: str, handler: Handler, model: str = "") -> Handler:
+        """A document to GET: of a model for whoever may use it, others for everybody."""
+        _check_method(exchange, "GET, HEAD")
+        if exchange.method == "OPTIONS":
+            return _options
+        exchange.route = route
+        if model:
+            self._key_for(exchange, INFER, model)
+        return handler
+
+    def _answer_live(self, exchange: Exchange) -> None:
+        self._answer_health(exchange, is_ready=not self._health.unready(), is_asked_for_ready=False)
+
+    def _answer_ready(self, exchange: Exchange) -> None:
+        self._answer_health(exchange, is_ready=not self._health.unready(), is_asked_for_ready=True)
+
+    def _answer_health(self, exchange: Exchange, *, is_ready: bool, is_asked_for_ready: bool) -> None:
+        is_live = not self._health.unhealthy()
+        is_well = is_ready if is_asked_for_ready else is_live
+        exchange.respond(200 if is_well else 503, JSON_HEADER, health(live=is_live, ready=is_ready))
 
     def _accept_kept(self, exchange: Exchange, model: str, name: str) -> Handler:
         exchange.route = "requests"

@@ -18,7 +18,7 @@ from carpool.client.entries import Channel, Encoded
 from carpool.client.envelopes import EnvelopeSink
 from carpool.client.options import read_options
 from carpool.client.producer import Producer
-from carpool.client.sinks import Envelope
+from carpool.client.sinks import Envelope, Sink
 from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Result, ResultColumns
@@ -29,9 +29,10 @@ from carpool_gateway.limits import ENCODINGS, Limits, inflate
 from carpool_gateway.native.options import content_type_of, options_of
 from carpool_gateway.native.results import (
     error_line,
+    figure_headers,
     further_headers,
+    id_header,
     lines_of,
-    result_headers,
     result_line,
 )
 
@@ -57,22 +58,16 @@ def answer(exchange: Exchange, envelope: Envelope) -> None:
     if status != OK:
         exchange.fail(failure(status, envelope["detail"], name))
         return
-    headers = result_headers(
-        name,
-        envelope["content_type"],
-        envelope["batch_size"],
-        envelope["queue_us"],
-        envelope["compute_us"],
+    headers = id_header(name) + figure_headers(
+        envelope["content_type"], envelope["batch_size"], envelope["queue_us"], envelope["compute_us"]
     )
     if "first_us" in envelope or "warnings" in envelope:
         headers += further_headers(envelope.get("first_us"), envelope.get("warnings") or ())
     exchange.respond(200, headers, envelope["body"])
 
 
-class ExchangeSink:
+class ExchangeSink(Sink):
     """Answers an exchange with each result."""
-
-    takes_chunks = False
 
     def put(self, target: Exchange, envelope: Envelope) -> None:
         """Answer with a result of any status."""
@@ -80,19 +75,10 @@ class ExchangeSink:
 
     def put_columns(self, targets: Sequence[Exchange], columns: ResultColumns) -> None:
         """Answer each with its result."""
-        for target, result in zip(targets, columns.results(), strict=True):
-            headers = result_headers(
-                result.correlation_id,
-                result.content_type,
-                result.batch_size,
-                result.queue_us,
-                result.compute_us,
-            )
-            target.respond(200, headers, result.body or b"")
-
-    def put_chunk(self, target: Any, envelope: Envelope) -> None:
-        """Not called."""
-        raise NotImplementedError
+        ids, content_type, rows, batch_size, queue_us, compute_us = columns
+        common = figure_headers(content_type, batch_size, queue_us, compute_us)
+        for at, target in enumerate(targets):
+            target.respond(200, id_header(ids[at]) + common, rows[at])
 
     def fail(self, target: Exchange, error: CarpoolError) -> None:
         """Answer with an error."""

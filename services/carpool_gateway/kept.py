@@ -9,36 +9,25 @@ A wait for such a result takes a connection to Redis for a second at a time, of 
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from hashlib import sha256
 from typing import Any, Final
 
-from carpool.backoff import Backoff
 from carpool.client.producer import Producer
-from carpool.cluster import is_cluster
-from carpool.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from carpool.errors import DeadlineExceededError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID, Keys
-from carpool.store.async_link import AsyncLink, encoded
-from carpool.store.connection import Command, CommandError, LinkError
 from carpool.store.kept import keep_command, kept_result, read_command
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
+from carpool_gateway.catalog import Catalog
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.inference import Asked, answer, decompress, find
+from carpool_gateway.inference import Asked, answer, decompress
 from carpool_gateway.keys import Key, now_s
 from carpool_gateway.limits import Limits
+from carpool_gateway.links import REPLY_S_MAX, Links
 from carpool_gateway.native.options import preferences
 
-LINKS_MAX: Final = 64
 _BLOCK_MS: Final = 1000
-_REPLY_S_MAX: Final = 5.0  # of Redis, beyond the time that it is to wait
-_RESULT_TTL_MS: Final = 60_000  # of a model that does not say
 _OWNER_CHARS: Final = 16
 IDEMPOTENCY: Final = b"idempotency-key"
 
@@ -46,14 +35,11 @@ IDEMPOTENCY: Final = b"idempotency-key"
 class KeptRequests:
     """Adds such requests, reads their results, and withdraws them."""
 
-    def __init__(self, producer: Producer, limits: Limits) -> None:
+    def __init__(self, producer: Producer, catalog: Catalog, links: Links, limits: Limits) -> None:
         self._producer = producer
+        self._catalog = catalog
+        self._links = links
         self._limits = limits
-        self._links = Links(producer.url)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._links.close()
 
     async def infer(self, exchange: Exchange) -> None:
         """Add the request, unless it was added before; answer with its result, or with where that will be."""
@@ -64,7 +50,6 @@ class KeptRequests:
             )
         asked.key.count(1, now_s())
         await decompress(exchange, self._limits)
-        await find(self._producer, asked)
         keys, name = Keys(asked.model, self._producer.prefix), _name_of(exchange, asked.key)
         fields = {
             **asked.fields,
@@ -72,7 +57,9 @@ class KeptRequests:
             "expiration": max(1, round(asked.timeout_s * 1000)),
         }
         fingerprint = _fingerprint(asked, exchange.body)
-        known_ms = round(asked.timeout_s * 1000) + await self._result_ttl_ms(keys)
+        known_ms = (
+            round(asked.timeout_s * 1000) + (await self._catalog.model(asked.model)).settings.result_ttl_ms
+        )
         earlier = await self._links.call(
             keys.requests, keep_command(keys, name, fingerprint, known_ms, fields, exchange.body)
         )
@@ -89,10 +76,6 @@ class KeptRequests:
                     correlation_id=name,
                 )
             answer(exchange, envelope)
-
-    async def _result_ttl_ms(self, keys: Keys) -> int:
-        ttl = await self._links.call(keys.registration, ("HGET", keys.registration, "result_ttl_ms"))
-        return int(ttl) if ttl is not None and ttl.isdigit() else _RESULT_TTL_MS
 
     # --- by name -------------------------------------------------------------------------------------------
 
@@ -130,7 +113,7 @@ class KeptRequests:
             left_ms = round((end_s - time.monotonic()) * 1000)
             block_ms = max(0, min(left_ms, _BLOCK_MS))
             reply = await self._links.call(
-                keys.requests, read_command(keys, name, block_ms), block_ms / 1000 + _REPLY_S_MAX
+                keys.requests, read_command(keys, name, block_ms), block_ms / 1000 + REPLY_S_MAX
             )
             envelope = kept_result(reply)
             if envelope is not None or left_ms <= _BLOCK_MS:
@@ -183,97 +166,3 @@ def _answer_accepted(exchange: Exchange, model: str, name: str) -> None:
 
 def _unknown() -> HttpError:
     return HttpError(404, "there is no such request, or its result is kept no longer")
-
-
-# --- connections ------------------------------------------------------------------------------------------
-
-
-class _Caller:
-    """A connection on which one command at a time is called."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self._future: asyncio.Future[Any] | None = None
-        self.is_lost = True  # until it is connected
-        self._link = AsyncLink(url, name="gateway:kept", on_reply=self._set, on_lost=self._on_lost, key=key)
-
-    async def connect(self) -> None:
-        """Connect. Raises LinkError."""
-        await self._link.connect()
-        self.is_lost = False
-
-    async def call(self, command: Command, timeout_s: float) -> Any:
-        """Redis's reply. Raises LinkError, also if there is none in time."""
-        self._future = asyncio.get_running_loop().create_future()
-        self._link.write(encoded([command]))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._future
-        except TimeoutError:
-            raise LinkError(f"Redis did not reply within {timeout_s:g} s") from None
-        finally:
-            if not self._future.done() or self._future.cancelled():
-                self.close()  # a reply that comes later would be taken for that of the next command
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.is_lost = True
-        self._link.close()
-
-    def _set(self, reply: Any) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_result(reply)
-
-    def _on_lost(self, error: LinkError) -> None:
-        self.is_lost = True
-        if self._future is not None and not self._future.done():
-            self._future.set_exception(error)
-
-
-class Links:
-    """Connections to Redis for commands that may wait there, and that may be repeated: at most LINKS_MAX."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._is_cluster = is_cluster(url)
-        self._idle: dict[str, list[_Caller]] = {}  # by the key whose node they lead to
-        self._all: set[_Caller] = set()
-        self._free = asyncio.Semaphore(LINKS_MAX)
-
-    def close(self) -> None:
-        """Close all connections."""
-        for caller in self._all:
-            caller.close()
-
-    async def call(self, key: str, command: Command, timeout_s: float = _REPLY_S_MAX) -> Any:
-        """Redis's reply to a command on a key. It is repeated if a connection is lost, for `timeout_s` and at
-        least once. Raises CarpoolErrors."""
-        end_s, backoff = time.monotonic() + timeout_s, Backoff()
-        while True:
-            try:
-                reply = await self._call_once(key, command, timeout_s)
-            except LinkError as error:
-                if time.monotonic() >= end_s:
-                    raise UnavailableError(error.detail) from None
-                await asyncio.sleep(backoff.next_s())
-                continue
-            if isinstance(reply, CommandError):
-                if reply.code == "OOM":
-                    raise ResourceExhaustedError("the memory of Redis is full")
-                raise UnavailableError(f"Redis rejected {command[0]!r}: {reply}")
-            return reply
-
-    async def _call_once(self, key: str, command: Command, timeout_s: float) -> Any:
-        key = key if self._is_cluster else ""
-        async with self._free:
-            idle = self._idle.setdefault(key, [])
-            caller = idle.pop() if idle else _Caller(self._url, key)
-            try:
-                if caller.is_lost:
-                    await caller.connect()
-                    self._all.add(caller)
-                return await caller.call(command, timeout_s)
-            finally:
-                if caller.is_lost:
-                    self._all.discard(caller)
-                else:
-                    idle.append(caller)

@@ -14,16 +14,20 @@ from carpool.client.producer import Producer
 from carpool.errors import CarpoolError
 from carpool.settings import GatewaySettings
 from carpool_gateway.app import Gateway
+from carpool_gateway.catalog import Catalog
 from carpool_gateway.inference import Inference
 from carpool_gateway.kept import KeptRequests
 from carpool_gateway.keys import KeyRing, is_loopback
 from carpool_gateway.limits import Limits
+from carpool_gateway.links import Links
 from carpool_gateway.meter import GatewayMetrics
+from carpool_gateway.open_inference import OpenInference
 from carpool_gateway.server import Server
 from carpool_gateway.streaming import Streaming
 
 SILENCE_MAX_S: Final = 30.0  # of the event loop, which looks after itself twice a second
 _UPKEEP_S: Final = 0.5
+_CONNECT_S: Final = 2.0  # after which clients are told that there is no Redis
 
 
 class GatewayService:
@@ -51,12 +55,14 @@ class GatewayService:
         )
         default_timeout_s = min(settings.request_timeout_s, settings.request_timeout_s_max)
         self._producer = Producer(settings.redis_url, settings.prefix, default_timeout_s, "none")
-        self._kept = KeptRequests(self._producer, limits)
+        self._links = Links(settings.redis_url)
+        catalog = Catalog(self._links, settings.prefix)
         gateway = Gateway(
             self._producer,
             Inference(self._producer, limits, default_timeout_s),
             Streaming(self._producer, limits),
-            self._kept,
+            OpenInference(self._producer, catalog, limits, default_timeout_s),
+            KeptRequests(self._producer, catalog, self._links, limits),
             self._keys,
             metrics,
             self,
@@ -71,10 +77,12 @@ class GatewayService:
         self._log = structlog.get_logger()
 
     async def start(self) -> int:
-        """Listen, and connect to Redis meanwhile. Returns the port. Raises OSError."""
-        port = await self._server.listen(self._settings.host, self._settings.port)
-        self._tasks = [asyncio.ensure_future(self._connect()), asyncio.ensure_future(self._keep_up())]
-        return port
+        """Connect to Redis, and listen; after a moment also without Redis. Returns the port. Raises
+        OSError."""
+        connecting = asyncio.ensure_future(self._connect())
+        await asyncio.wait([connecting], timeout=_CONNECT_S)
+        self._tasks = [connecting, asyncio.ensure_future(self._keep_up())]
+        return await self._server.listen(self._settings.host, self._settings.port)
 
     async def stop(self) -> bool:
         """Drain: see `Server.drain`. Returns whether every request was answered."""
@@ -82,7 +90,7 @@ class GatewayService:
         await asyncio.sleep(0)  # connections that were ended withdraw their requests
         for task in self._tasks:
             task.cancel()
-        self._kept.close()
+        self._links.close()
         await self._producer.close()
         return all_answered
 

@@ -14,25 +14,22 @@ from carpool.messages.results import Result
 from carpool_gateway.answers import HttpError, failure
 
 _HEADERS: Final = (
-    b"content-type: %b\r\ncarpool-correlation-id: %b\r\ncarpool-batch-size: %d\r\ncarpool-queue-us: %d\r\n"
-    b"carpool-compute-us: %d\r\n"
+    b"content-type: %b\r\ncarpool-batch-size: %d\r\ncarpool-queue-us: %d\r\ncarpool-compute-us: %d\r\n"
 )
+_ID: Final = b"carpool-correlation-id: %b\r\n"
 _FIRST: Final = b"carpool-first-us: %d\r\n"
 _WARNING: Final = b"carpool-warning: %b\r\n"
 _OCTETS: Final = b"application/octet-stream"
 
 
-def result_headers(
-    correlation_id: str, content_type: str, batch_size: int, queue_us: int, compute_us: int
-) -> bytes:
-    """The headers of the answer with a result."""
-    return _HEADERS % (
-        content_type_header(content_type),
-        correlation_id.encode(),
-        batch_size,
-        queue_us,
-        compute_us,
-    )
+def figure_headers(content_type: str, batch_size: int, queue_us: int, compute_us: int) -> bytes:
+    """The headers of the answer with a result that all requests of its batch may have."""
+    return _HEADERS % (content_type_header(content_type), batch_size, queue_us, compute_us)
+
+
+def id_header(correlation_id: str) -> bytes:
+    """The header with the correlation ID of a result."""
+    return _ID % correlation_id.encode()
 
 
 def further_headers(first_us: int | None, warnings: Iterable[Any]) -> bytes:

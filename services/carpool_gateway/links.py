@@ -1,0 +1,107 @@
+"""Connections to Redis for commands beside requests and results, which may wait there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+from carpool.backoff import Backoff
+from carpool.cluster import is_cluster
+from carpool.errors import ResourceExhaustedError, UnavailableError
+from carpool.store.async_link import AsyncLink, encoded
+from carpool.store.connection import Command, CommandError, LinkError
+
+LINKS_MAX: Final = 64
+REPLY_S_MAX: Final = 5.0  # of Redis, beyond the time that it is to wait
+
+
+class _Caller:
+    """A connection on which one command at a time is called."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._future: asyncio.Future[Any] | None = None
+        self.is_lost = True  # until it is connected
+        self._link = AsyncLink(url, name="gateway:links", on_reply=self._set, on_lost=self._on_lost, key=key)
+
+    async def connect(self) -> None:
+        """Connect. Raises LinkError."""
+        await self._link.connect()
+        self.is_lost = False
+
+    async def call(self, command: Command, timeout_s: float) -> Any:
+        """Redis's reply. Raises LinkError, also if there is none in time."""
+        self._future = asyncio.get_running_loop().create_future()
+        self._link.write(encoded([command]))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._future
+        except TimeoutError:
+            raise LinkError(f"Redis did not reply within {timeout_s:g} s") from None
+        finally:
+            if not self._future.done() or self._future.cancelled():
+                self.close()  # a reply that comes later would be taken for that of the next command
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.is_lost = True
+        self._link.close()
+
+    def _set(self, reply: Any) -> None:
+        if self._future is not None and not self._future.done():
+            self._future.set_result(reply)
+
+    def _on_lost(self, error: LinkError) -> None:
+        self.is_lost = True
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(error)
+
+
+class Links:
+    """Connections to Redis for commands that may wait there, and that may be repeated: at most LINKS_MAX."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._is_cluster = is_cluster(url)
+        self._idle: dict[str, list[_Caller]] = {}  # by the key whose node they lead to
+        self._all: set[_Caller] = set()
+        self._free = asyncio.Semaphore(LINKS_MAX)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for caller in self._all:
+            caller.close()
+
+    async def call(self, key: str, command: Command, timeout_s: float = REPLY_S_MAX) -> Any:
+        """Redis's reply to a command on a key. It is repeated if a connection is lost, for `timeout_s` and at
+        least once. Raises CarpoolErrors."""
+        end_s, backoff = time.monotonic() + timeout_s, Backoff()
+        while True:
+            try:
+                reply = await self._call_once(key, command, timeout_s)
+            except LinkError as error:
+                if time.monotonic() >= end_s:
+                    raise UnavailableError(error.detail) from None
+                await asyncio.sleep(backoff.next_s())
+                continue
+            if isinstance(reply, CommandError):
+                if reply.code == "OOM":
+                    raise ResourceExhaustedError("the memory of Redis is full")
+                raise UnavailableError(f"Redis rejected {command[0]!r}: {reply}")
+            return reply
+
+    async def _call_once(self, key: str, command: Command, timeout_s: float) -> Any:
+        key = key if self._is_cluster else ""
+        async with self._free:
+            idle = self._idle.setdefault(key, [])
+            caller = idle.pop() if idle else _Caller(self._url, key)
+            try:
+                if caller.is_lost:
+                    await caller.connect()
+                    self._all.add(caller)
+                return await caller.call(command, timeout_s)
+            finally:
+                if caller.is_lost:
+                    self._all.discard(caller)
+                else:
+                    idle.append(caller)

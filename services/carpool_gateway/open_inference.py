@@ -1,0 +1,262 @@
+"""The Open Inference Protocol over HTTP: `/v2`. What its requests and responses are, `oip` knows.
+
+Each row of a request's batch is a request of the model, and all rows share a packed entry. The response is
+made by the callback that reads the last result: a request has no task, if its model was used lately. If one
+row fails, the response is its error, and the other rows are withdrawn; so are all if the client goes away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from importlib.metadata import version
+from typing import Any, Final
+
+from carpool.client.entries import Channel, Encoded
+from carpool.client.options import RequestOptions, read_options
+from carpool.client.producer import Producer
+from carpool.client.sinks import Envelope, Sink
+from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
+from carpool.messages.results import ResultColumns
+from carpool.rows import Rows
+from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError, http_error_of
+from carpool_gateway.catalog import Catalog
+from carpool_gateway.exchange import Exchange
+from carpool_gateway.inference import check_encoding, decompress
+from carpool_gateway.keys import Key, now_s
+from carpool_gateway.limits import Limits
+from carpool_gateway.native.options import options_of
+from carpool_gateway.oip import documents
+from carpool_gateway.oip.errors import ProtocolError
+from carpool_gateway.oip.models import OfferedModel
+from carpool_gateway.oip.plans import Plan, plan
+from carpool_gateway.oip.requests import HEADER_LENGTH, InferRequest, decode_request
+from carpool_gateway.oip.responses import encode_response
+from carpool_gateway.oip.results import RowResult, join_results
+
+_LENGTH: Final = HEADER_LENGTH.lower().encode()
+_SERVER_NAME: Final = "carpool"
+
+
+class OpenInference:
+    """Answers exchanges of this protocol."""
+
+    def __init__(
+        self, producer: Producer, catalog: Catalog, limits: Limits, default_timeout_s: float
+    ) -> None:
+        self._producer = producer
+        self._catalog = catalog
+        self._limits = limits
+        self._default_timeout_s = default_timeout_s
+        self._sink = _RowSink()
+        self._metadata = documents.server_metadata(_SERVER_NAME, version("carpool"))
+
+    # --- documents -----------------------------------------------------------------------------------------
+
+    def server_metadata(self, exchange: Exchange) -> None:
+        """What the server is."""
+        exchange.respond(200, JSON_HEADER, self._metadata)
+
+    async def model_metadata(self, exchange: Exchange) -> None:
+        """The inputs and outputs of a model."""
+        model = await self._catalog.model(exchange.model)
+        exchange.respond(200, JSON_HEADER, documents.model_metadata(model))
+
+    async def model_config(self, exchange: Exchange) -> None:
+        """The settings of a model."""
+        model = await self._catalog.model(exchange.model)
+        exchange.respond(200, JSON_HEADER, documents.model_config(model))
+
+    async def model_ready(self, exchange: Exchange) -> None:
+        """Whether a model can be used. Raises HttpError if it cannot."""
+        if not await self._catalog.is_ready(exchange.model):
+            raise HttpError(503, f"no worker serves the model {exchange.model!r} now", headers=RETRY_AFTER)
+        exchange.respond(200, JSON_HEADER, documents.model_ready(exchange.model))
+
+    # --- infer ---------------------------------------------------------------------------------------------
+
+    def accept(self, exchange: Exchange, key: Key) -> None:
+        """Check what the headers say, before the body is read. Raises HttpError and CarpoolErrors."""
+        check_encoding(exchange)
+        # Some clients send headers of their own names; these have the meaning that they have everywhere.
+        options = options_of({name: of for name, of in exchange.headers.items() if name != b"accept"})
+        if key.tenant:
+            if options.get("tenant", key.tenant) != key.tenant:
+                raise HttpError(403, f"the key {key.name!r} is of another tenant")
+            options["tenant"] = key.tenant
+        exchange.extra = (key, options)
+
+    def infer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+        """Send the rows; answer with their outputs. Raises CarpoolErrors."""
+        model = self._catalog.known(exchange.model)
+        channel = self._producer.channels.get(exchange.model)
+        if model is None or channel is None or b"content-encoding" in exchange.headers:
+            return self._prepare(exchange)
+        self._send(exchange, model, channel)
+        return None
+
+    async def _prepare(self, exchange: Exchange) -> None:
+        await decompress(exchange, self._limits)
+        model = await self._catalog.model(exchange.model)
+        try:
+            channel = await self._producer.open_channel(exchange.model, self._default_timeout_s)
+        except NotFoundError:
+            raise documents.unknown_model(exchange.model) from None
+        if not exchange.is_gone:
+            self._send(exchange, model, channel)
+
+    def _send(self, exchange: Exchange, model: OfferedModel, channel: Channel) -> None:
+        key, options = exchange.extra
+        request = decode_request(exchange.body, exchange.headers.get(_LENGTH))
+        planned = plan(model, request)
+        key.count(max(1, len(planned.bodies)), now_s())
+        timeout_s, fields = self._options(options, request, planned)
+        rows = _Rows(exchange, model, request.id, planned, self._withdraw)
+        packer, bodies = self._producer.packer, planned.bodies
+        try:
+            if not isinstance(bodies, Rows):
+                for body, target in zip(bodies, rows.targets, strict=True):
+                    encoded = Encoded(planned.content_type, b"", body)
+                    rows.names.append(packer.add(channel, encoded, fields, timeout_s, self._sink, target))
+            else:
+                step = channel.rows_max(len(bodies.head) + bodies.width)
+                data = memoryview(bodies.data)
+                for start in range(0, len(bodies), step):
+                    targets = rows.targets[start : start + step]
+                    part = bytes(data[start * bodies.width : (start + len(targets)) * bodies.width])
+                    encoded = Encoded(planned.content_type, bodies.head, part)
+                    rows.names += packer.add_rows(channel, encoded, fields, timeout_s, self._sink, targets)
+        except BaseException:
+            rows.withdraw()
+            raise
+        exchange.on_gone = rows.withdraw_for
+        if not rows.targets:
+            rows.finish()
+
+    def _options(self, options: RequestOptions, request: InferRequest, planned: Plan) -> tuple[float, Any]:
+        """The timeout and the fields of each row: parameters of the request, then headers."""
+        asked: dict[str, Any] = dict(options)
+        if request.timeout_us is not None:
+            asked["timeout"] = request.timeout_us / 1e6
+        if request.priority is not None:
+            asked["priority"] = request.priority
+        if request.sequence_id:
+            asked["sequence_id"] = request.sequence_id
+            asked["sequence_start"], asked["sequence_end"] = request.sequence_start, request.sequence_end
+        if planned.accept:
+            asked["accept"] = planned.accept
+        if planned.fields:
+            asked["fields"] = {**asked.get("fields", {}), **planned.fields}
+        if "correlation_id" in asked:
+            raise InvalidArgumentError("Carpool-Correlation-Id: each row is a request, with an ID of its own")
+        timeout_s, fields = read_options(asked, self._default_timeout_s)  # type: ignore[arg-type]
+        if timeout_s is None or timeout_s > self._limits.timeout_s:
+            raise ProtocolError(f"timeout: at most {self._limits.timeout_s * 1e6:.0f} microseconds")
+        return timeout_s, fields
+
+    def _withdraw(self, name: str, target: Any) -> None:
+        self._producer.packer.withdraw(name, target)
+
+
+_Target = tuple["_Rows", int]
+
+
+class _Rows:
+    """The rows of one request, until all have a result or one has failed."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        model: OfferedModel,
+        request_id: str,
+        planned: Plan,
+        withdraw: Callable[[str, _Target], None],
+    ) -> None:
+        self._exchange = exchange
+        self._model = model
+        self._request_id = request_id
+        self._plan = planned
+        self._withdraw = withdraw
+        count = len(planned.bodies)
+        self.targets: list[_Target] = [(self, at) for at in range(count)]
+        self.names: list[str] = []  # correlation IDs of those that were sent
+        self._results: list[RowResult | None] = [None] * count
+        self._missing = count
+        self._is_over = False  # it is answered, or nobody wants the answer
+
+    def put(self, at: int, result: RowResult) -> None:
+        """Take the result of a row."""
+        if self._is_over or self._results[at] is not None:
+            return
+        self._results[at] = result
+        self._missing -= 1
+        if result.status != OK:
+            self._end(at)
+        elif not self._missing:
+            self.finish()
+
+    def fail(self, at: int, error: CarpoolError) -> None:
+        """There will be no result of a row."""
+        self.put(at, RowResult(error.status, detail=error.detail))
+
+    def _end(self, failed: int) -> None:
+        """Answer with the error of a row, and withdraw the others."""
+        result = self._results[failed]
+        assert result is not None
+        if len(self.targets) > 1:
+            result = result._replace(detail=f"row {failed}: {result.detail}")
+        self.withdraw()
+        self._respond([result])
+
+    def finish(self) -> None:
+        """All results are here: answer with their outputs."""
+        self._is_over = True
+        self._respond(self._results)
+
+    def _respond(self, results: Sequence[RowResult | None]) -> None:
+        exchange = self._exchange
+        try:
+            outputs = join_results(self._model, self._plan, [one for one in results if one is not None])
+            response = encode_response(self._model.name, self._request_id, outputs)
+        except CarpoolError as error:
+            exchange.fail(http_error_of(error))
+            return
+        headers = f"content-type: {response.content_type}\r\n"
+        if response.header_length is not None:
+            headers += f"inference-header-content-length: {response.header_length}\r\n"
+        parts = response.parts
+        body = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+        exchange.respond(200, headers.encode(), body)
+
+    def withdraw(self) -> None:
+        """Withdraw what has no result."""
+        self._is_over = True
+        for name, target in zip(self.names, self.targets, strict=False):  # not all may be sent
+            self._withdraw(name, target)
+
+    def withdraw_for(self, _: Exchange) -> None:
+        """The client has gone."""
+        self.withdraw()
+
+
+class _RowSink(Sink):
+    """Gives each row its result."""
+
+    def put(self, target: _Target, envelope: Envelope) -> None:
+        """Take a result of any status."""
+        rows, at = target
+        status = envelope["status"]
+        if status == OK:
+            rows.put(at, RowResult(status, envelope["content_type"], envelope["body"]))
+        else:
+            rows.put(at, RowResult(status, detail=envelope["detail"]))
+
+    def put_columns(self, targets: Sequence[_Target], columns: ResultColumns) -> None:
+        """Take results that are alike."""
+        content_type, bodies = columns.content_type, columns.rows
+        for number, (rows, at) in enumerate(targets):
+            rows.put(at, RowResult(OK, content_type, bodies[number]))
+
+    def fail(self, target: _Target, error: CarpoolError) -> None:
+        """Take an error."""
+        rows, at = target
+        rows.fail(at, error)

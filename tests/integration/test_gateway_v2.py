@@ -1,0 +1,191 @@
+"""The Open Inference Protocol through the gateway, with real workers: what oip's own tests cannot see."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from carpool.keys import Keys
+from support.http import Answer, Connection, call, request
+from support.oip import with_binary
+from support.stack import Service, Stack
+from support.waiting import wait_until
+
+NOOP: Final = "/v2/models/Noop/infer"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        stack.serve(
+            "plain.py:Noop", "plain.py:Rows", "plain.py:Echo", "plain.py:Noting", "faulty.py:Faulty", "square"
+        )
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def gateway(shared: Stack) -> Service:
+    return shared.gateway()
+
+
+def rows_of(count: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(count).random((count, 128), np.float32)
+
+
+def infer(gateway: Service, model: str, document: dict[str, Any], **headers: str) -> Answer:
+    return call(gateway.url, "POST", f"/v2/models/{model}/infer", json.dumps(document).encode(), **headers)
+
+
+def bodies(*elements: str, **more: Any) -> dict[str, Any]:
+    """A request for a model that declares nothing, with JSON as its bodies."""
+    tensor = {"name": "body", "datatype": "BYTES", "shape": [len(elements), 1], "data": list(elements)}
+    return {"inputs": [{**tensor, "parameters": {"content_type": "application/json"}}], **more}
+
+
+def test_documents(gateway: Service) -> None:
+    for path in ("/v2", "/v2/"):
+        document = call(gateway.url, "GET", path).json
+        assert document["name"] == "carpool"
+        assert "binary_tensor_data" in document["extensions"]
+    for which in ("live", "ready"):
+        assert call(gateway.url, "GET", f"/v2/health/{which}").json == {"live": True, "ready": True}
+    for path in ("/v2/models/Noop", "/v2/models/Noop/versions/1"):
+        tensor = {"name": "numbers", "datatype": "FP32", "shape": [-1, 128]}
+        document = call(gateway.url, "GET", path).json
+        assert (document["inputs"], document["outputs"]) == ([tensor], [tensor])
+    assert call(gateway.url, "GET", "/v2/models/Noop/config").json["max_batch_size"] == 64
+    assert call(gateway.url, "GET", "/v2/models/Noop/ready").json == {"name": "Noop", "ready": True}
+    assert call(gateway.url, "GET", "/v2/models/Noop/versions/1/ready").code == 200
+    for path in ("/v2/models/NONE", "/v2/models/NONE/ready", "/v2/models/NONE/config"):
+        answer = call(gateway.url, "GET", path)
+        assert (answer.code, answer.json["error"]) == (404, "Request for unknown model: 'NONE' is not found")
+    assert infer(gateway, "NONE", bodies("1")).code == 404
+    assert call(gateway.url, "GET", "/v2/models/Noop/versions/2").code == 404
+    assert call(gateway.url, "GET", "/v2/models/Noop/nothing").code == 404
+    assert call(gateway.url, "GET", NOOP).headers["allow"] == "POST"
+    assert call(gateway.url, "POST", "/v2/health/live").code == 405
+
+
+@pytest.mark.parametrize("count", [1, 2, 64, 1024])
+def test_binary_rows_come_back_as_they_went(gateway: Service, count: int) -> None:
+    rows = rows_of(count)
+    body, length = with_binary(
+        ("numbers", "FP32", rows.shape, rows.tobytes()), id="42", parameters={"binary_data_output": True}
+    )
+    answer = call(gateway.url, "POST", NOOP, body, Inference_Header_Content_Length=length.decode())
+    assert answer.code == 200, answer
+    assert answer.headers["content-type"] == "application/octet-stream"
+    size = int(answer.headers["inference-header-content-length"])
+    document, data = json.loads(answer.body[:size]), answer.body[size:]
+    assert document["id"] == "42"
+    assert document["model_name"] == "Noop"
+    (output,) = document["outputs"]
+    assert output["shape"] == [count, 128]
+    assert output["parameters"]["binary_data_size"] == len(data)
+    assert data == rows.tobytes()
+
+
+def test_json_rows_with_any_content_type(gateway: Service) -> None:
+    rows = rows_of(3)
+    tensor = {"name": "numbers", "datatype": "FP32", "shape": [3, 128], "data": rows.tolist()}
+    for headers in (
+        {},
+        {"Content_Type": "application/json"},
+        {"Content_Type": "application/x-www-form-urlencoded"},
+    ):
+        answer = infer(gateway, "Noop", {"inputs": [tensor]}, **headers)
+        assert answer.headers["content-type"] == "application/json"
+        assert "inference-header-content-length" not in answer.headers
+        (output,) = answer.json["outputs"]
+        assert np.array_equal(np.array(output["data"], np.float32), rows.reshape(-1))
+    body = gzip.compress(json.dumps({"inputs": [tensor]}).encode())
+    assert call(gateway.url, "POST", NOOP, body, Content_Encoding="gzip").code == 200
+
+
+def test_models_without_tensors(gateway: Service) -> None:
+    answer = infer(gateway, "square", bodies("7", "8"))
+    assert [output["data"] for output in answer.json["outputs"]] == [["49", "64"]]
+
+
+def test_parameters_reach_the_model(gateway: Service) -> None:
+    document = bodies('"about"', parameters={"colour": "blue", "priority": 1, "timeout": 20_000_000})
+    answer = infer(gateway, "Echo", document, Carpool_Tenant="acme")
+    assert answer.code == 200, answer
+    _, _, fields = json.loads(answer.json["outputs"][0]["data"][0])
+    assert fields["colour"] == "blue"
+    assert fields["tenant"] == "acme"
+
+
+@pytest.mark.parametrize(
+    ("document", "code"),
+    [
+        ({}, 400),
+        ({"inputs": []}, 400),
+        ({"inputs": [{"name": "numbers", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}, 400),
+        ({"inputs": [{"name": "numbers", "datatype": "INT32", "shape": [1, 128], "data": [1] * 128}]}, 400),
+        ({"inputs": [{"name": "numbers", "datatype": "FP32", "shape": [2000, 128], "data": []}]}, 400),
+    ],
+)
+def test_what_does_not_suit_the_model_is_refused(gateway: Service, document: Any, code: int) -> None:
+    answer = infer(gateway, "Noop", document)
+    assert (answer.code, answer.headers["content-type"]) == (code, "application/json")
+    assert answer.json["error"]
+
+
+def test_a_row_that_fails_is_the_answer(gateway: Service) -> None:
+    answer = infer(gateway, "Faulty", bodies("1", '"raise"', "2"))
+    assert (answer.code, answer.json["status"]) == (500, "INTERNAL")
+    assert answer.json["error"].startswith("row 1: ")
+    assert infer(gateway, "Faulty", bodies("1", "2")).code == 200
+
+
+def test_a_timeout_is_in_microseconds(gateway: Service, shared: Stack, tmp_path: Path, gate: Path) -> None:
+    notes = tmp_path / "notes"
+    body = json.dumps({"name": "a", "notes": str(notes), "gate": str(gate)})
+    with Connection(gateway.url) as connection:
+        connection.send(request("POST", "/v2/models/Noting/infer", json.dumps(bodies(body)).encode()))
+        wait_until(notes.exists, description="it is executed")
+        answer = infer(gateway, "Noting", bodies(body, parameters={"timeout": 200_000}))
+        assert (answer.code, answer.json["status"]) == (504, "DEADLINE_EXCEEDED")
+        gate.touch()
+        assert connection.answer().code == 200
+    shared.wait_until_idle("Noting")
+
+
+def test_rows_are_withdrawn_when_their_client_goes(
+    gateway: Service, shared: Stack, tmp_path: Path, gate: Path
+) -> None:
+    notes = tmp_path / "notes"
+
+    def row(name: str, **more: str) -> str:
+        return json.dumps({"name": name, "notes": str(notes), **more})
+
+    first = Connection(gateway.url)
+    document = bodies(row("first", gate=str(gate)), *(row(f"row-{at}") for at in range(100)))
+    first.send(request("POST", "/v2/models/Noting/infer", json.dumps(document).encode()))
+    wait_until(notes.exists, description="the first row is executed")
+
+    def waiting() -> int:  # as the batcher reports twice a second
+        report = json.loads(shared.redis.get(Keys("Noting").report) or b"{}")
+        return int(report["gauges"]["waiting"]) if report else 0
+
+    wait_until(lambda: waiting() >= 90, description="the others wait")
+    first.close()
+    wait_until(lambda: waiting() == 0, description="the others are withdrawn")
+    gate.touch()
+    shared.wait_until_idle("Noting")
+    assert len(notes.read_text().split()) <= 3
+
+
+def test_settings_that_an_operator_overrides_are_shown(gateway: Service, shared: Stack) -> None:
+    shared.configure("Rows", max_batch_size="16")
+    wait_until(
+        lambda: call(gateway.url, "GET", "/v2/models/Rows/config").json["max_batch_size"] == 16,
+        description="the gateway shows it",
+    )
