@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, Final
 
@@ -82,7 +83,8 @@ class KeptRequests:
     async def get(self, exchange: Exchange) -> None:
         """Answer with the result, if it comes within `Prefer: wait`; else with where it will be."""
         keys, name = self._named(exchange)
-        envelope = await self._wait(keys, name, min(_wait_s(exchange), self._limits.timeout_s))
+        wait_s = min(_wait_s(exchange), self._limits.timeout_s)
+        envelope = await self._wait(keys, name, wait_s, lambda: exchange.connection.is_draining)
         if envelope is not None:
             answer(exchange, envelope)
             return
@@ -106,8 +108,11 @@ class KeptRequests:
         if not await self._links.call(keys.requests, ("EXISTS", keys.kept(name))):
             raise _unknown()
 
-    async def _wait(self, keys: Keys, name: str, timeout_s: float) -> dict[str, Any] | None:
-        """The envelope of the result, as soon as it is there; None if it is not there in time."""
+    async def _wait(
+        self, keys: Keys, name: str, timeout_s: float, is_in_vain: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any] | None:
+        """The envelope of the result, as soon as it is there; None if it is not there in time, or if the
+        wait has become vain meanwhile."""
         end_s = time.monotonic() + timeout_s
         while True:
             left_ms = round((end_s - time.monotonic()) * 1000)
@@ -116,7 +121,7 @@ class KeptRequests:
                 keys.requests, read_command(keys, name, block_ms), block_ms / 1000 + REPLY_S_MAX
             )
             envelope = kept_result(reply)
-            if envelope is not None or left_ms <= _BLOCK_MS:
+            if envelope is not None or left_ms <= _BLOCK_MS or is_in_vain():
                 return envelope
 
 

@@ -34,6 +34,7 @@ from carpool_gateway.answers import HttpError
 INFER: Final = "infer"
 METRICS: Final = "metrics"
 SCOPES: Final = (INFER, METRICS)
+_ALL: Final = ("*",)
 _FIELDS: Final = frozenset(("name", "sha256", "tenant", "scopes", "models", "rate"))
 _BURST_S: Final = 2.0  # of its rate, which a key may use at once
 _SHA256: Final = re.compile("[0-9a-fA-F]{64}")
@@ -48,7 +49,7 @@ class Key:
     digest: bytes
     tenant: str = ""
     scopes: frozenset[str] = frozenset((INFER,))
-    models: tuple[str, ...] = ("*",)
+    models: tuple[str, ...] = _ALL
     rate: float = math.inf
     _tokens: float = field(default=-1.0, init=False)
     _counted_at_s: float = field(default=0.0, init=False)
@@ -62,7 +63,7 @@ class Key:
 
     def is_for(self, model: str) -> bool:
         """Whether the key is for this model."""
-        return any(fnmatchcase(model, one) for one in self.models)
+        return self.models == _ALL or any(fnmatchcase(model, one) for one in self.models)
 
     def count(self, requests: int, now_s: float) -> None:
         """Count requests against the rate. Raises HttpError (429) if there are too many; then none counts.
@@ -198,7 +199,7 @@ def _key_of(table: Any, at: int) -> Key:
         )
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
         raise ValueError(f"key {name!r}: rate must be a number above 0")
-    scopes, models = _texts(table, name, "scopes", (INFER,)), _texts(table, name, "models", ("*",))
+    scopes, models = _texts(table, name, "scopes", (INFER,)), _texts(table, name, "models", _ALL)
     for scope in scopes:
         if scope not in SCOPES:
             raise ValueError(f"key {name!r}: there is no scope {scope!r}, but {', '.join(SCOPES)}")

@@ -162,10 +162,16 @@ class Connection(asyncio.Protocol):
         """Requests whose headers are complete and that are not answered."""
         return len(self._ahead) + (self._current is not None) + (self._phase is _Phase.BODY)
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether the server drains."""
+        return self.server.is_draining
+
     # --- called by asyncio ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport.set_write_buffer_limits(high=JOINED_BYTES_MAX, low=0)
         server = self.server
         server.connections.add(self)
         self.deadline_s = server.loop.time() + (DRAIN_IDLE_S if server.is_draining else self._limits.head_s)
@@ -221,6 +227,8 @@ class Connection(asyncio.Protocol):
             writable.set_result(None)
             if self._current is not None:
                 self.deadline_s = inf
+            elif self._phase is _Phase.ENDED:
+                self.deadline_s = self.server.loop.time() + LINGER_S
             elif self._phase is _Phase.IDLE:
                 self._set_idle_deadline()
 
@@ -423,11 +431,11 @@ class Connection(asyncio.Protocol):
 
     def _set_idle_deadline(self) -> None:
         """Between requests, or while one is read of which the beginning has come during the last one."""
-        limits = self._limits
-        wait_s = {_Phase.HEAD: limits.head_s, _Phase.BODY: limits.body_s}.get(self._phase, limits.idle_s)
-        if self.server.is_draining and self._phase is _Phase.IDLE:
-            wait_s = DRAIN_IDLE_S
-        self.deadline_s = self.server.loop.time() + wait_s
+        limits, now_s = self._limits, self.server.loop.time()
+        if self._phase is _Phase.IDLE:
+            self.deadline_s = now_s + (DRAIN_IDLE_S if self.server.is_draining else limits.idle_s)
+        else:
+            self.deadline_s = now_s + (limits.head_s if self._phase is _Phase.HEAD else limits.body_s)
 
     def take(self, exchange: Exchange, size: int) -> None:
         """Count bytes of a body. Raises HttpError if the gateway holds too many."""
@@ -502,7 +510,8 @@ class Connection(asyncio.Protocol):
     def _end(self) -> None:
         """The last answer was written. Take leave so that the client can read it."""
         self._phase = _Phase.ENDED
-        self.deadline_s = self.server.loop.time() + LINGER_S
+        is_unsent = self._transport.get_write_buffer_size() > 0
+        self.deadline_s = self.server.loop.time() + (self._limits.write_s if is_unsent else LINGER_S)
         if self._transport.is_closing():
             return
         if self._is_reading_paused:

@@ -73,6 +73,22 @@ def test_get_waits_as_long_as_it_is_asked(gateway: Service, tmp_path: Path, gate
         assert connection.answer().json == "a"
 
 
+def test_a_wait_ends_when_the_gateway_drains(shared: Stack, tmp_path: Path, gate: Path) -> None:
+    notes, leaving = tmp_path / "notes", shared.gateway()
+    path = call(leaving.url, "POST", NOTING, note(notes, "a", gate), Prefer="respond-async").headers[
+        "location"
+    ]
+    with Connection(leaving.url) as connection:
+        connection.send(request("GET", path, Prefer="wait=300"))
+        wait_until(lambda: notes_of(notes) == ["a"], description="it is executed")
+        assert leaving.terminate() == 0
+        assert connection.answer().code == 202
+    gate.touch()
+    other = shared.gateway()
+    assert call(other.url, "GET", path, Prefer="wait=30").json == "a"
+    other.kill()
+
+
 def test_delete_withdraws_what_waits(gateway: Service, shared: Stack, tmp_path: Path, gate: Path) -> None:
     notes = tmp_path / "notes"
     later = {"Prefer": "respond-async"}

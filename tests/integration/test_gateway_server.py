@@ -15,7 +15,7 @@ import pytest
 from carpool_gateway.answers import HttpError
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import BodyMemory, Limits, inflate
-from carpool_gateway.server import Server
+from carpool_gateway.server import LINGER_S, Server
 from support.http import Answer, Connection, call, request
 from support.waiting import Stopwatch, wait_until
 
@@ -32,6 +32,9 @@ LIMITS = Limits(
 )
 
 
+LARGE_BYTES = 50_000_000
+
+
 class FakeApp:
     """Echoes bodies; under /wait the answer comes when the test gives it, and under /parts in parts."""
 
@@ -45,9 +48,13 @@ class FakeApp:
         if exchange.path == "/forbidden":
             raise HttpError(403, "not you")
         exchange.on_gone = lambda gone: self.gone.append(gone.path)
-        exchange.handler = {"/wait": self.waiting.append, "/parts": self.parts, "/fail": self.fail}.get(
-            exchange.path, self.echo
-        )
+        handlers: dict[str, Any] = {
+            "/wait": self.waiting.append,
+            "/parts": self.parts,
+            "/large": self.large,
+            "/fail": self.fail,
+        }
+        exchange.handler = handlers.get(exchange.path, self.echo)
 
     def on_done(self, exchange: Exchange) -> None:
         self.done.append((exchange.path, exchange.code, exchange.is_gone))
@@ -58,6 +65,9 @@ class FakeApp:
 
     def fail(self, exchange: Exchange) -> None:
         raise RuntimeError("a mistake of ours")
+
+    def large(self, exchange: Exchange) -> None:
+        exchange.respond(200, b"content-type: text/plain\r\n", bytes(LARGE_BYTES))
 
     async def parts(self, exchange: Exchange) -> None:
         exchange.begin(200, b"content-type: text/plain\r\n")
@@ -331,6 +341,14 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         connection.send(request("GET", "/parts"))
         wait_until(lambda: ("/parts", 200, True) in server.app.done, description="it is cut off")
         assert server.app.gone == ["/parts"]
+
+
+def test_a_slow_reader_gets_all_of_the_last_answer() -> None:
+    with running(LIMITS._replace(write_s=30)) as server, Connection(server.url) as connection:
+        connection.send(request("GET", "/large", Connection="close"))
+        head = connection.answer(has_body=False)
+        assert not threading.Event().wait(LINGER_S + 1), "longer than a client has that does not read"
+        assert len(connection.rest()) == int(head.headers["content-length"]) == LARGE_BYTES
 
 
 def test_too_many_connections_are_told_so() -> None:
