@@ -22,6 +22,12 @@ _DURATIONS_US: Final = (
 )  # fmt: skip
 
 
+ROUTES: Final = (
+    "infer", "infer_many", "stream", "requests", "models", "v2_infer", "v2_model", "v2_config", "v2_ready",
+    "v2", "v2_health", "healthz", "readyz", "metrics", "none",
+)  # fmt: skip
+
+
 class GatewayMetrics(CommonMetrics):
     """The metrics of a gateway process. Routes and status codes are few: neither is what a client wrote."""
 

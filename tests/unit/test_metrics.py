@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import prometheus_client
 import pytest
@@ -30,6 +30,9 @@ from carpool.store.connection import CommandError, LinkError
 from carpool.store.steps import KeptChunk, StepWrite
 from carpool.wire.report import SequencesReport
 from carpool_batcher.meter import BatcherMetrics, Meter, SequenceMeter
+from carpool_gateway.limits import Limits
+from carpool_gateway.meter import ROUTES, GatewayMetrics
+from carpool_gateway.server import App, Server
 from carpool_worker.execution import Execution
 from carpool_worker.meter import StepCounts, WorkerMetrics
 from carpool_worker.model_process.step_frames import Step
@@ -226,7 +229,10 @@ def documented_values() -> dict[tuple[str, str], set[str]]:
 
 def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
     """The same from the code: one model, every gauge, each status of a model, each kind of error."""
-    batcher, worker = BatcherMetrics(), WorkerMetrics(MODEL)
+    batcher, worker, gateway = BatcherMetrics(), WorkerMetrics(MODEL), GatewayMetrics()
+    gateway.server = Server(cast(App, None), Limits(), "")
+    for route in ROUTES:
+        gateway.count_answer(route, 200, 1)
     Meter(batcher, MODEL)
     SequenceMeter(batcher.sequences, MODEL).export(SequencesReport(1, 1, 1, 1, 1))
     for gauge in batcher.gauges:
@@ -237,7 +243,7 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
     for kind in REDIS_ERROR_KINDS:
         worker.error(LinkError("") if kind == "link" else CommandError(kind, ""))
     families: dict[str, tuple[str, dict[str, set[str]]]] = {}
-    for metrics in (batcher, worker):
+    for metrics in (batcher, worker, gateway):
         for family in metrics.registry.collect():
             if not family.name.startswith("carpool_"):
                 continue  # Python's own
@@ -250,7 +256,7 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
                     if label == "le":
                         continue
                     several = labels.setdefault(label, set())
-                    if label not in ("model", "version"):
+                    if label not in ("model", "version", "code"):
                         several.add(value)
     return families
 
