@@ -7,7 +7,7 @@ row fails, the response is its error, and the other rows are withdrawn; so are a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ from carpool_gateway.oip.results import RowResult, join_results
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
 _SERVER_NAME: Final = "carpool"
+_ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
 
 
 class OpenInference:
@@ -111,26 +112,37 @@ class OpenInference:
         key.count(max(1, len(planned.bodies)), now_s())
         timeout_s, fields = self._options(options, request, planned)
         rows = _Rows(exchange, model, request.id, planned, self._withdraw)
-        packer, bodies = self._producer.packer, planned.bodies
         try:
-            if not isinstance(bodies, Rows):
-                for body, target in zip(bodies, rows.targets, strict=True):
-                    encoded = Encoded(planned.content_type, b"", body)
-                    rows.names.append(packer.add(channel, encoded, fields, timeout_s, self._sink, target))
-            else:
-                step = channel.rows_max(len(bodies.head) + bodies.width)
-                data = memoryview(bodies.data)
-                for start in range(0, len(bodies), step):
-                    targets = rows.targets[start : start + step]
-                    part = bytes(data[start * bodies.width : (start + len(targets)) * bodies.width])
-                    encoded = Encoded(planned.content_type, bodies.head, part)
-                    rows.names += packer.add_rows(channel, encoded, fields, timeout_s, self._sink, targets)
+            self._add(channel, planned, fields, timeout_s, rows)
         except BaseException:
             rows.withdraw()
             raise
         exchange.on_gone = rows.withdraw_for
         if not rows.targets:
             rows.finish()
+
+    def _add(
+        self, channel: Channel, planned: Plan, fields: Mapping[str, Any], timeout_s: float, rows: _Rows
+    ) -> None:
+        """Add each row to an entry."""
+        packer, content_type, bodies = self._producer.packer, planned.content_type, planned.bodies
+        if not isinstance(bodies, Rows):
+            for body, target in zip(bodies, rows.targets, strict=True):
+                encoded = Encoded(content_type, b"", body)
+                rows.names.append(packer.add(channel, encoded, fields, timeout_s, self._sink, target))
+            return
+        head, data, width = bodies.head, bodies.data, bodies.width
+        if len(bodies) < _ENTRY_ROWS_MIN:
+            for at, target in enumerate(rows.targets):
+                encoded = Encoded(content_type, head, bytes(data[at * width : (at + 1) * width]))
+                rows.names.append(packer.add(channel, encoded, fields, timeout_s, self._sink, target))
+            return
+        step = channel.rows_max(len(head) + width)
+        for start in range(0, len(bodies), step):
+            targets = rows.targets[start : start + step]
+            part = bytes(data[start * width : (start + len(targets)) * width])
+            encoded = Encoded(content_type, head, part)
+            rows.names += packer.add_rows(channel, encoded, fields, timeout_s, self._sink, targets)
 
     def _options(self, options: RequestOptions, request: InferRequest, planned: Plan) -> tuple[float, Any]:
         """The timeout and the fields of each row: parameters of the request, then headers."""

@@ -72,7 +72,7 @@ def test_documents(gateway: Service) -> None:
     assert call(gateway.url, "POST", "/v2/health/live").code == 405
 
 
-@pytest.mark.parametrize("count", [1, 2, 64, 1024])
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 64, 1024])
 def test_binary_rows_come_back_as_they_went(gateway: Service, count: int) -> None:
     rows = rows_of(count)
     body, length = with_binary(
