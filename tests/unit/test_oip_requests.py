@@ -482,7 +482,7 @@ def test_more_elements_than_bytes_take_no_memory() -> None:
 
 def test_bools_are_0_and_1() -> None:
     assert only(*with_binary(("x", "BOOL", [2], b"\x00\x01"))).data == b"\x00\x01"
-    assert "element 1 is 2, which is no BOOL" in refused(*with_binary(("x", "BOOL", [2], b"\x00\x02")))
+    assert "element 1 is 2, which is no BOOL" in refused(*with_binary(("x", "BOOL", [3], b"\x01\x02\x03")))
 
 
 def test_data_is_there_once() -> None:
