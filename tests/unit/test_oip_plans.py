@@ -110,12 +110,16 @@ def test_the_number_of_rows_is_limited() -> None:
 
 def test_a_row_is_as_large_as_the_model_takes() -> None:
     model = offered([TensorSpec("x", "INT8", (-1,))], [], max_body_bytes="100")
-    planned(model, written(tensor([1] * 50, "INT8")))
+    head_bytes = len(bodies_of(planned(model, written(tensor([1] * 50, "INT8"))))[0]) - 50
+    planned(model, written(tensor([1] * (100 - head_bytes), "INT8")))
+    with pytest.raises(TooLargeError):
+        planned(model, written(tensor([1] * (101 - head_bytes), "INT8")))
     with pytest.raises(TooLargeError, match="takes at most 100") as caught:
         planned(model, written(tensor([1] * 100, "INT8")))
     assert caught.value.http_status == 413
+    planned(offered(max_body_bytes="4"), written(tensor(["abcd", "a"], "BYTES", [2], "body")))
     with pytest.raises(TooLargeError):
-        planned(offered(max_body_bytes="3"), written(tensor(["abcd"], "BYTES", [1], "body")))
+        planned(offered(max_body_bytes="3"), written(tensor(["abcd", "a"], "BYTES", [2], "body")))
 
 
 def test_a_request_of_a_sequence_is_one_row() -> None:

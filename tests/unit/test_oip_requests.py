@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from carpool_gateway.oip import json_text
+from carpool_gateway.oip import elements, json_text, requests
 from carpool_gateway.oip.elements import OBJECTS_MAX
 from carpool_gateway.oip.errors import ProtocolError, TooLargeError
 from carpool_gateway.oip.requests import InferRequest, InputTensor, RequestedOutput, decode_request
@@ -124,14 +124,17 @@ def test_a_name_twice_in_an_input(where: str) -> None:
 
 def test_the_usual_request_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the standard library parses all of it, which takes some five times as long."""
-    monkeypatch.setattr(json_text, "parse", None)
+    for module in (json_text, elements, requests):
+        monkeypatch.setattr(module, "parse", None)
     body, length = with_binary(
         ("x", "FP32", [1, 1], bytes(4)), id="7", parameters={"binary_data_output": True}
     )
     decode_request(body, length)
     decode_request(
         written(
-            tensor([[1.0, 2.0]], shape=[1, 2]),
+            tensor([[1.0, 2], [-3e5, 0.1]], shape=[2, 2]),
+            tensor([[[2**64 - 1]]], "UINT64", [1], "u"),
+            tensor([[True], [False]], "BOOL", [2], "b"),
             tensor(["a:b"], "BYTES", name="y"),
             outputs=[{"name": "z", "parameters": {"binary_data": False}}, {"name": "y"}],
             parameters={"a": 1},
@@ -466,7 +469,7 @@ def test_bytes_are_lengths_and_bytes() -> None:
         (b"\x01\0\0\0a\x01\0\0", "ends in the length of element 1"),
         (b"\x03\0\0\0abc\x05\0\0\0ab", "element 1 has 5 bytes, but only 2"),
         (b"\xff\xff\xff\xff" * 2, "element 0 has 4294967295 bytes"),
-        (b"\x01\0\0\0a\x01\0\0\0bx", "1 bytes of binary data are left after its 2 elements"),
+        (b"\x01\0\0\0a\x01\0\0\0bx", "input 'x': 1 bytes of binary data are left after its 2 elements"),
     ],
 )
 def test_bytes_that_do_not_add_up(data: bytes, sentence: str) -> None:
@@ -479,7 +482,7 @@ def test_more_elements_than_bytes_take_no_memory() -> None:
 
 def test_bools_are_0_and_1() -> None:
     assert only(*with_binary(("x", "BOOL", [2], b"\x00\x01"))).data == b"\x00\x01"
-    assert "element 1 is 2, which is no BOOL" in refused(*with_binary(("x", "BOOL", [2], b"\x00\x02")))
+    assert "element 1 is 2, which is no BOOL" in refused(*with_binary(("x", "BOOL", [3], b"\x01\x02\x03")))
 
 
 def test_data_is_there_once() -> None:
