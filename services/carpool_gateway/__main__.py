@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Final
 
 import structlog
 
@@ -27,9 +28,28 @@ from carpool_gateway.meter import GatewayMetrics
 from carpool_gateway.service import GatewayService
 
 try:
+    import resource
+except ModuleNotFoundError:  # there is none for Windows
+    resource = None  # type: ignore[assignment]
+try:
     import uvloop
 except ModuleNotFoundError:  # there is none for Windows
     uvloop = None  # type: ignore[assignment]
+
+
+OTHER_FILES: Final = 256  # connections to Redis, logs and libraries
+
+
+def _allow_connections(number: int) -> None:
+    """Let this process have so many connections, if the system permits it: 1,024 files are a usual default."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(GatewaySettings, argv, "carpool gateway")
     keep_freed_memory()
     configure_logs(settings.log_level, "gateway")
+    _allow_connections(settings.connections_max)
     stop = stop_on_signals()
     log, name, metrics = structlog.get_logger(), new_process_name(), GatewayMetrics()
     try:

@@ -274,7 +274,8 @@ class Connection(asyncio.Protocol):
                 raise
             exchange.error = error
         else:
-            if b"expect" in exchange.headers:
+            # While another request is handled this would be taken for an answer to that one.
+            if b"expect" in exchange.headers and self._current is None:
                 self._transport.write(_CONTINUE)
 
     def _read_head(self, exchange: Exchange) -> None:
