@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,9 +24,11 @@ from redis import Redis
 from carpool.keys import Keys
 from carpool_cli.commands import listed
 from carpool_cli.demo import listening
-from carpool_cli.local import embedded
+from carpool_cli.local import embedded, supervisor
 from carpool_cli.local.embedded import EmbeddedRedis
+from carpool_cli.local.supervisor import StackPlan, Supervisor
 from support.command import Done, carpool, clean_environment
+from support.http import call
 from support.waiting import wait_until
 
 ECHO: Final = f"{Path(__file__).parent.parent / 'support' / 'models' / 'plain.py'}:Echo"
@@ -145,7 +148,7 @@ def have_ended(pids: set[int]) -> bool:
 @contextlib.contextmanager
 def up(home: Path, *arguments: str, more: Mapping[str, str] = {}) -> Iterator[Up]:
     """A stack that is up, with its own Redis unless one is given. It is killed at the end of the block."""
-    port = [] if "--redis-url" in arguments or more else ["--redis-port", str(embedded._free_port())]
+    port = [] if "--redis-url" in arguments or more else ["--redis-port", str(embedded.free_port())]
     with Up(home, *arguments, *port, more=more) as started:
         started.wait_for(IS_UP)
         yield started
@@ -286,6 +289,31 @@ def test_printed_commands_work(square: Up) -> None:
         assert '"body":49' in _shell(for_redis_cli)
 
 
+def test_a_gateway_starts_elsewhere_if_its_port_is_taken_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EmbeddedRedis() as server, socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(supervisor, "GATEWAY_PORT", taken.getsockname()[1])
+        monkeypatch.setattr(supervisor, "is_free", lambda _: True)
+        stack = Supervisor(StackPlan(["square"], server.url, gateway_port=0, logs=tmp_path))
+        try:
+            stack.start()
+            wait_until(lambda: stack.run_once() or stack.serving, description="all is served")
+            wait_until(lambda: stack.run_once() or stack.serving, description="the gateway, too")
+            assert stack.gateway is not None
+            assert stack.gateway.port != taken.getsockname()[1]
+            assert call(stack.gateway.url, "POST", "/carpool/v1/models/square/infer", b"7").body == b"49"
+        finally:
+            assert stack.stop()
+    assert "address already in use" in (tmp_path / "gateway.log").read_text()
+
+
+def test_a_stack_without_a_gateway(tmp_path: Path) -> None:
+    with up(tmp_path, "square", "--no-gateway") as started:
+        assert "curl" not in started.text()
+        assert len(started.descendants()) == 4
+
+
 TENSORS: Final = """
 from carpool.wire.tensors import TensorSpec
 class Few:
@@ -393,7 +421,7 @@ def _in_flight(url: str) -> int:
 
 def test_up_exits_with_the_reason_if_a_model_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
-    with Up(tmp_path, "square", "broken.py:Broken", "--redis-port", str(embedded._free_port())) as started:
+    with Up(tmp_path, "square", "broken.py:Broken", "--redis-port", str(embedded.free_port())) as started:
         assert started.process.wait(START_S) == 1
         (line,) = [line for line in started.text().splitlines() if "no weights" in line]
         event = json.loads(line)  # the traceback is a part of it
@@ -407,7 +435,7 @@ def test_up_exits_with_the_reason_if_a_model_cannot_be_loaded(tmp_path: Path) ->
 
 def test_up_exits_with_one_line_if_a_setting_is_invalid(tmp_path: Path) -> None:
     (tmp_path / "misspelled.py").write_text(MISSPELLED)
-    with Up(tmp_path, "misspelled.py:Misspelled", "--redis-port", str(embedded._free_port())) as started:
+    with Up(tmp_path, "misspelled.py:Misspelled", "--redis-port", str(embedded.free_port())) as started:
         assert started.process.wait(START_S) == 1
         assert "max_queue_sise is not one of max_queue_size, " in started.text()
         assert "Traceback" not in started.text()
@@ -458,7 +486,7 @@ def test_up_refuses_a_policy_that_cannot_be_used(tmp_path: Path, policy: str, me
 
 def test_up_refuses_a_model_that_declares_a_policy_which_the_batcher_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(POLICIES)
-    with Up(tmp_path, "mine.py:Declaring", "--redis-port", str(embedded._free_port())) as started:
+    with Up(tmp_path, "mine.py:Declaring", "--redis-port", str(embedded.free_port())) as started:
         assert started.process.wait(START_S) == 1
         assert started.text().splitlines()[-1] == (
             "carpool up: the model Declaring declares the policy 'mine.py:Pairs', which the batcher does not "
@@ -484,7 +512,7 @@ def test_up_warns_of_an_override_that_the_batcher_rejects(tmp_path: Path) -> Non
 
 def test_stop_does_not_wait_for_a_loading_model(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    with Up(tmp_path, "slow.py:Slow", "--redis-port", str(embedded._free_port())) as started:
+    with Up(tmp_path, "slow.py:Slow", "--redis-port", str(embedded.free_port())) as started:
         wait_until(lambda: len(started.descendants()) == 4, description="the model loads", timeout_s=START_S)
         pids = started.descendants()
         assert started.end() == 0

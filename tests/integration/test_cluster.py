@@ -14,7 +14,7 @@ from carpool.cluster import slot_of
 from carpool.errors import UnavailableError
 from carpool.keys import Keys, models_key
 from carpool.store.connection import Link, LinkError
-from carpool_cli.local.embedded import EmbeddedRedis, _free_port
+from carpool_cli.local.embedded import EmbeddedRedis, free_port
 from carpool_cli.roles import rules
 from conftest import SERVERS, name_of
 from support.cluster import PRIMARIES, RedisCluster
@@ -183,6 +183,6 @@ def test_commands_that_cannot_use_a_cluster_say_so(command: list[str]) -> None:
 def test_error_says_what_the_nodes_answered() -> None:
     with (
         pytest.raises(UnavailableError, match=r"no node of the cluster .*refused"),
-        Client(f"redis+cluster://127.0.0.1:{_free_port()}") as client,
+        Client(f"redis+cluster://127.0.0.1:{free_port()}") as client,
     ):
         client.infer("any", 1)

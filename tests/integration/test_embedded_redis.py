@@ -164,9 +164,9 @@ def test_another_port_is_chosen_if_the_first_is_taken_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with EmbeddedRedis() as first:
-        free = embedded._free_port()
+        free = embedded.free_port()
         choices = iter([first.port, first.port, free])
-        monkeypatch.setattr(embedded, "_free_port", lambda: next(choices))
+        monkeypatch.setattr(embedded, "free_port", lambda: next(choices))
         with EmbeddedRedis() as second:
             assert second.port == free
 

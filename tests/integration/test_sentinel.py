@@ -14,7 +14,7 @@ from redis import Redis
 
 from carpool import AsyncClient, Client
 from carpool.errors import UnavailableError
-from carpool_cli.local.embedded import EmbeddedRedis, _free_port
+from carpool_cli.local.embedded import EmbeddedRedis, free_port
 from carpool_cli.roles import rules
 from support.configured import major
 from support.sentinel import HOST, Sentinel
@@ -40,7 +40,7 @@ async def test_load_goes_on_after_the_primary_was_killed(
     follower: Any = Redis.from_url(replica.url)
     follower.replicaof(HOST, primary.port)
     sentinel = Sentinel(server, tmp_path, primary.port)
-    nobody = _free_port()
+    nobody = free_port()
     url = f"redis+sentinel://{HOST}:{nobody},{HOST}:{sentinel.port}/main"
     environment = {role: {"CARPOOL_REDIS_URL": url} for role in ("batcher", "worker")}
     try:
@@ -113,6 +113,6 @@ async def test_users_sign_in_with_server_and_sentinel(server: Path, tmp_path: Pa
 def test_error_says_that_no_sentinel_names_a_primary() -> None:
     with (
         pytest.raises(UnavailableError, match=r"no sentinel names a primary: Redis at redis://127.*refused"),
-        Client(f"redis+sentinel://{HOST}:{_free_port()}/main") as client,
+        Client(f"redis+sentinel://{HOST}:{free_port()}/main") as client,
     ):
         client.infer("any", 1)

@@ -13,7 +13,7 @@ from redis import Redis
 
 from carpool.cluster import SLOTS, slot_of
 from carpool.store.connection import Link
-from carpool_cli.local.embedded import EmbeddedRedis, _free_port, is_free
+from carpool_cli.local.embedded import EmbeddedRedis, free_port, is_free
 from support.waiting import wait_until
 
 HOST: Final = "127.0.0.1"
@@ -50,7 +50,7 @@ class ClusterNode(EmbeddedRedis):
 
 def free_port_of_node() -> int:
     """A free port; that of the cluster bus, 10000 above, is free too, and not one of outgoing connections."""
-    ports = (_free_port() - _BUS_ABOVE for _ in range(1_000))
+    ports = (free_port() - _BUS_ABOVE for _ in range(1_000))
     return next(port for port in ports if is_free(port))
 
 

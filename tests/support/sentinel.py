@@ -11,7 +11,7 @@ from redis import ConnectionError as RedisConnectionError
 from redis import Redis
 
 from carpool.lifecycle import command_that_dies_with_parent
-from carpool_cli.local.embedded import _free_port
+from carpool_cli.local.embedded import free_port
 
 HOST: Final = "127.0.0.1"
 
@@ -31,7 +31,7 @@ class Sentinel:
         tls: Sequence[str] = (),
         authority: str | None = None,
     ) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         configuration = home / "sentinel.conf"
         ports = f"port 0\ntls-port {self.port}\ntls-replication yes" if tls else f"port {self.port}"
         configuration.write_text(

@@ -157,8 +157,8 @@ class EmbeddedRedis:
         """Another program may take the port before the server does: then another port is chosen."""
         for _ in range(_PORT_ATTEMPTS_MAX - 1):
             with suppress(_PortTakenError):
-                return self._launch(_free_port())
-        return self._launch(_free_port())
+                return self._launch(free_port())
+        return self._launch(free_port())
 
     def _launch(self, port: int) -> tuple[int, subprocess.Popen[bytes]]:
         with self._log.open("ab") as log:
@@ -283,7 +283,7 @@ def _version_of(binary: Path) -> ServerVersion | None:
 # --- ports
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port on which no program listens now. Another program may take it before the server does."""
     for _ in range(1_000):
         port = _FREE_PORTS[secrets.randbelow(len(_FREE_PORTS))]

@@ -13,7 +13,6 @@ import contextlib
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -35,7 +34,7 @@ from carpool.store.connection import CommandError, Link
 from carpool.store.directory import take_snapshot
 from carpool.wire.registration import decode_inputs
 from carpool.wire.tensors import TensorSpec
-from carpool_cli.local.embedded import HOST, EmbeddedRedis, EmbeddedRedisError, is_free
+from carpool_cli.local.embedded import HOST, EmbeddedRedis, EmbeddedRedisError, free_port, is_free
 from carpool_worker.model_process.loader import model_name
 
 POLL_S: Final = 0.1  # the interval at which `run_once` is to be called
@@ -262,13 +261,6 @@ def can_serve_http() -> bool:
     except ModuleNotFoundError:
         return False
     return True
-
-
-def free_port() -> int:
-    """A port that no program listens on now."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
 
 
 class Restarter:

@@ -33,7 +33,7 @@ from carpool.shown import complain
 from carpool.store.connection import CommandError, UnsupportedServerError
 from carpool_batcher.policies import load_policies
 from carpool_cli.local import paste
-from carpool_cli.local.embedded import EmbeddedRedisError
+from carpool_cli.local.embedded import EmbeddedRedisError, free_port
 from carpool_cli.local.example import TEXT, is_known
 from carpool_cli.local.supervisor import (
     POLL_S,
@@ -43,7 +43,6 @@ from carpool_cli.local.supervisor import (
     Supervisor,
     WorkerService,
     can_serve_http,
-    free_port,
     preferred_port,
 )
 from carpool_cli.screen import Screen, count
