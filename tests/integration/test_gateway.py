@@ -3,13 +3,16 @@ that go away."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ import pytest
 from carpool.keys import Keys
 from support.http import Answer, Connection, call, request
 from support.models.stepping import text_of
-from support.stack import Service, Stack
+from support.stack import Service, Stack, fixed_keys
 from support.waiting import wait_until
 
 PNG = b"\x89PNG..."
@@ -330,6 +333,53 @@ def test_what_waits_is_withdrawn_when_its_client_goes(
     assert len(notes_of(notes)) <= 3, "a worker has fetched one ahead; the others were not executed"
     first.close()
     staying.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_clients_that_go_at_any_moment_leave_nothing(gateway: Service, shared: Stack, seed: int) -> None:
+    """Given clients that send a part of a request, or all of it, and go some time later, expect that nothing
+    of them is left in the gateway and in Redis, and that others are served."""
+    random, before = Random(seed), shared.keys_without_ttl()
+    host, port = gateway.url.removeprefix("http://").split(":")
+
+    async def visit(number: int) -> None:
+        calls = {
+            "infer": {},
+            "infer_many": {},
+            "stream": {"Accept": "text/event-stream"},
+            "kept": {"Idempotency_Key": f"{seed}-{number}"},
+        }
+        call_name, headers = random.choice(list(calls.items()))
+        path = f"/carpool/v1/models/Echo/{'infer_many' if call_name == 'infer_many' else 'infer'}"
+        data = request("POST", path, b"\n".join([b'"%d"' % number] * random.choice((1, 50))), **headers)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(data[: random.choice((random.randrange(len(data)), len(data)))])
+        await writer.drain()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(reader.read(random.choice((1, 10_000))), random.random() * 0.03)
+        writer.transport.abort() if random.random() < 0.5 else writer.close()
+
+    async def visit_together() -> None:
+        for start in range(0, 400, 40):
+            await asyncio.gather(*map(visit, range(start, start + 40)))
+
+    asyncio.run(visit_together())
+    wait_until(
+        lambda: (
+            (figure(gateway, "carpool_gateway_body_bytes"), figure(gateway, "carpool_gateway_connections"))
+            == (0, 1)
+        ),
+        description="the gateway has forgotten them",
+    )
+    shared.wait_until_idle("Echo")
+    assert shared.keys_without_ttl() <= before | fixed_keys("Echo")
+    assert infer(gateway, "Echo", "7").body == b"7"
+
+
+def figure(gateway: Service, name: str) -> int:
+    """A metric without labels."""
+    text = call(gateway.url, "GET", "/metrics").body.decode()
+    return next(int(float(line.split()[1])) for line in text.splitlines() if line.startswith(f"{name} "))
 
 
 def waiting(shared: Stack, model: str) -> int:
