@@ -293,11 +293,10 @@ class Connection(asyncio.Protocol):
         host = headers.get(b"host")
         if (host is None and version == "1.1") or (host is not None and not _HOST.fullmatch(host)):
             raise HttpError(400, "the header Host is missing, or malformed")
-        if b"transfer-encoding" in headers:
-            if b"content-length" in headers:
-                raise HttpError(400, "Content-Length and Transfer-Encoding exclude each other")
-            if version == "1.0" or headers[b"transfer-encoding"].lower() != b"chunked":
-                raise HttpError(400, "the only Transfer-Encoding is chunked, in HTTP/1.1")
+        # The parser refuses a Content-Length beside it.
+        coding = headers.get(b"transfer-encoding", b"chunked").lower()
+        if coding != b"chunked" or (version == "1.0" and b"transfer-encoding" in headers):
+            raise HttpError(400, "the only Transfer-Encoding is chunked, in HTTP/1.1")
         if headers.get(b"expect", b"100-continue").lower() != b"100-continue":
             raise HttpError(417, "the only Expect is 100-continue")
         self._read_target(exchange)
@@ -321,9 +320,7 @@ class Connection(asyncio.Protocol):
         announced = exchange.headers.get(b"content-length")
         if announced is None:
             return
-        if not announced.isdigit():  # the parser refuses those that are no numbers
-            raise HttpError(400, "Content-Length is no number")
-        size = int(announced)
+        size = int(announced)  # the parser refuses what is no number
         if size > self._limits.body_bytes:
             raise too_large(self._limits.body_bytes)
         self.take(exchange, size)
