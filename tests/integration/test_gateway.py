@@ -304,6 +304,7 @@ def test_what_waits_is_withdrawn_when_its_client_goes(
 ) -> None:
     notes = tmp_path / "notes"
     path = "/carpool/v1/models/Noting/infer"
+    patient = {"Carpool_Timeout_Ms": "200000"}  # or they would expire meanwhile
 
     def body(name: str, **more: str) -> bytes:
         return json.dumps({"name": name, "notes": str(notes), **more}).encode()
@@ -313,7 +314,7 @@ def test_what_waits_is_withdrawn_when_its_client_goes(
     wait_until(lambda: notes_of(notes) == ["first"], description="the first is executed")
     leaving = [Connection(gateway.url) for _ in range(20)]
     for at, connection in enumerate(leaving):
-        connection.send(request("POST", path, body(f"gone-{at}")))
+        connection.send(request("POST", path, body(f"gone-{at}"), **patient))
     staying = Connection(gateway.url)
     staying.send(request("POST", path, body("stays")))
     wait_until(lambda: waiting(shared, "Noting") >= 20, description="they wait")
@@ -321,7 +322,7 @@ def test_what_waits_is_withdrawn_when_its_client_goes(
         (connection.close if at % 2 else connection.reset)()
     lines = Connection(gateway.url)
     many = b"\n".join(body(f"line-{at}") for at in range(50))
-    lines.send(request("POST", "/carpool/v1/models/Noting/infer_many", many))
+    lines.send(request("POST", "/carpool/v1/models/Noting/infer_many", many, **patient))
     wait_until(lambda: answered(gateway, "infer", 499) >= 20, description="the gateway has seen them go")
     wait_until(lambda: 50 <= waiting(shared, "Noting") <= 52, description="only the lines wait")
     lines.close()

@@ -167,7 +167,8 @@ def test_rows_are_withdrawn_when_their_client_goes(
         return json.dumps({"name": name, "notes": str(notes), **more})
 
     first = Connection(gateway.url)
-    document = bodies(row("first", gate=str(gate)), *(row(f"row-{at}") for at in range(100)))
+    names = [row("first", gate=str(gate)), *(row(f"row-{at}") for at in range(100))]
+    document = bodies(*names, parameters={"timeout": 200_000_000})  # or they would expire meanwhile
     first.send(request("POST", "/v2/models/Noting/infer", json.dumps(document).encode()))
     wait_until(notes.exists, description="the first row is executed")
 
