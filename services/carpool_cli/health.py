@@ -12,7 +12,7 @@ from carpool.shown import complain, printable_lines
 
 
 class HealthSettings(CarpoolSettings):
-    """Check whether a batcher, worker or gateway is ready. Exits with 0 if it is; else prints why, and exits with 1.
+    """Check whether a service is ready. Exits with 0 if it is; else prints why, and exits with 1.
 
     The service must have been started with --http-port.
     """
