@@ -19,6 +19,7 @@ import pytest
 
 from carpool.keys import Keys
 from support.http import Answer, Connection, call, request
+from support.models.plain import GATE_S
 from support.models.stepping import text_of
 from support.stack import Service, Stack, fixed_keys
 from support.waiting import wait_until
@@ -324,9 +325,13 @@ def test_what_waits_is_withdrawn_when_its_client_goes(
     many = b"\n".join(body(f"line-{at}") for at in range(50))
     lines.send(request("POST", "/carpool/v1/models/Noting/infer_many", many, **patient))
     wait_until(lambda: answered(gateway, "infer", 499) >= 20, description="the gateway has seen them go")
-    wait_until(lambda: 50 <= waiting(shared, "Noting") <= 52, description="only the lines wait")
+    wait_until(
+        lambda: 50 <= waiting(shared, "Noting") <= 52, description="only the lines wait", timeout_s=GATE_S / 2
+    )
     lines.close()
-    wait_until(lambda: waiting(shared, "Noting") <= 1, description="they are withdrawn, too")
+    wait_until(
+        lambda: waiting(shared, "Noting") <= 1, description="they are withdrawn, too", timeout_s=GATE_S / 2
+    )
     gate.touch()
     assert staying.answer().code == first.answer().code == 200
     shared.wait_until_idle("Noting")

@@ -18,7 +18,7 @@ from carpool.keys import Keys
 from carpool_gateway.answers import HttpError
 from carpool_gateway.keys import Key, KeyRing, is_loopback, read_keys
 from support.http import Answer, Connection, call, request
-from support.stack import Service, Stack, frozen
+from support.stack import Service, Stack, fixed_keys, frozen
 from support.waiting import wait_until
 
 ECHO = "/carpool/v1/models/Echo/infer"
@@ -310,7 +310,7 @@ def test_a_killed_gateway_leaves_nothing_behind(shared: Stack, tmp_path: Path) -
     wait_until(lambda: shared.redis.xlen(Keys("Sleeper").batches) > 0, description="some are executed")
     gateway.kill()
     shared.wait_until_idle("Sleeper")
-    assert shared.keys_without_ttl() <= before | {Keys("Sleeper").settled, Keys("Sleeper").dead}
+    assert shared.keys_without_ttl() <= before | fixed_keys("Sleeper")
     other = shared.gateway()
     assert call(other.url, "POST", ECHO, b"7").body == b"7"
     other.kill()

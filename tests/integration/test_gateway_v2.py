@@ -13,6 +13,7 @@ import pytest
 
 from carpool.keys import Keys
 from support.http import Answer, Connection, call, request
+from support.models.plain import GATE_S
 from support.oip import with_binary
 from support.stack import Service, Stack
 from support.waiting import wait_until
@@ -178,7 +179,7 @@ def test_rows_are_withdrawn_when_their_client_goes(
 
     wait_until(lambda: waiting() >= 90, description="the others wait")
     first.close()
-    wait_until(lambda: waiting() == 0, description="the others are withdrawn")
+    wait_until(lambda: waiting() == 0, description="the others are withdrawn", timeout_s=GATE_S / 2)
     gate.touch()
     shared.wait_until_idle("Noting")
     assert len(notes.read_text().split()) <= 3
