@@ -289,7 +289,8 @@ def test_a_reader_that_leaves_stops_the_stream(gateway: Service, shared: Stack, 
     connection.send(request("POST", "/carpool/v1/models/endless/infer", body, Accept="text/event-stream"))
     connection.until(b"data: ")
     connection.close()
-    wait_until(closed.exists, description="the model has stopped")
+    # Sooner than a stream ends that nobody reads (`reader_idle_ms`).
+    wait_until(closed.exists, description="the model has stopped", timeout_s=8)
     shared.wait_until_idle("endless")
 
 

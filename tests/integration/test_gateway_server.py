@@ -336,6 +336,17 @@ def test_what_is_slow_ends_at_a_deadline_however_often_a_byte_comes(
         wait_until(lambda: server.server.memory.held_bytes == 0, description="no body is held")
 
 
+@pytest.mark.parametrize(
+    "rest", [b"GET / HTTP/1.1\r\nX: x", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx"]
+)
+def test_each_request_of_a_connection_has_its_deadlines(rest: bytes) -> None:
+    with running(LIMITS._replace(idle_s=60)) as server, Connection(server.url) as connection:
+        assert connection.request("GET", "/").code == 200
+        connection.send(rest)
+        assert connection.answer().code == 408
+        assert connection.rest() == b""
+
+
 def test_a_client_that_does_not_read_is_cut_off() -> None:
     with running() as server, Connection(server.url) as connection:
         connection.send(request("GET", "/parts"))
