@@ -337,10 +337,14 @@ def test_what_is_slow_ends_at_a_deadline_however_often_a_byte_comes(
 
 
 @pytest.mark.parametrize(
-    "rest", [b"GET / HTTP/1.1\r\nX: x", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx"]
+    ("limits", "rest"),
+    [
+        (LIMITS._replace(idle_s=60, body_s=60), b"GET / HTTP/1.1\r\nX: x"),
+        (LIMITS._replace(idle_s=60, head_s=60), b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx"),
+    ],
 )
-def test_each_request_of_a_connection_has_its_deadlines(rest: bytes) -> None:
-    with running(LIMITS._replace(idle_s=60)) as server, Connection(server.url) as connection:
+def test_each_request_of_a_connection_has_its_deadlines(limits: Limits, rest: bytes) -> None:
+    with running(limits) as server, Connection(server.url) as connection:
         assert connection.request("GET", "/").code == 200
         connection.send(rest)
         assert connection.answer().code == 408
