@@ -8,6 +8,8 @@ The request stream in Redis is the set of waiting requests; the batcher only has
 
 Any number of batchers may run for a model. A lease lets one of them form batches, because several would each
 form smaller ones. Safety does not depend on it: a request is dispatched at most once anyway.
+
+Why: docs/decisions/0001 and docs/decisions/0082.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Both come from Redis and may be invalid, or name a policy that this batcher cannot use. Then they are rejected
 as a whole, and the model is served with other settings. The batcher's report says so.
+
+Why: docs/decisions/0018.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A policy that cannot be used is refused as early as possible: most when the batcher starts, and a constructor
 that raises only later when a model's settings name the policy (`effective_settings`).
+
+Why: docs/decisions/0019.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ these rules make it safe to die between two of them:
    again finds these sequences broken, and refuses what continues them. A start it may serve: nothing that
    stands after it was refused.
 4. Entries without requests come last: until its entry is removed, a withdrawal is carried out again.
+
+Why: docs/decisions/0066.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class EarlyRefusals:
 
     To answer one costs as much as to dispatch a batch. A system that is nearly overloaded refuses many
     requests early, each at another moment. Answered one by one they would take the CPU time of those that
-    could be in time, which would then be late, and be refused too.
+    could be in time, which would then be late, and be refused too (docs/decisions/0062).
     """
 
     def __init__(self) -> None:

@@ -15,6 +15,8 @@ are used: three of the reader, and one for everything else, which is never block
 
 An error that concerns one model ends its session, and it is tried again after a pause. An error of a
 connection ends all sessions.
+
+Why: docs/decisions/0010.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ granted one by one to the roles that run it; EVAL alone permits nothing.
 A grant is a set of commands on a set of keys. For Redis 7, each grant is a selector with exactly these. Redis
 6 has no selectors, only the commands and the keys of a user, so that each command of a role may be used on
 each of its keys, which is more than the grants say.
+
+Why: docs/decisions/0032.
 """
 
 from __future__ import annotations

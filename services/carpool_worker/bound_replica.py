@@ -13,6 +13,8 @@ under another name, because one of the same name would be believed to have them.
 from another process is answered ABORTED, too.
 
 When the worker drains, its sequences are finished: no other process can go on with them.
+
+Why: docs/decisions/0063.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A request that expired, that cannot be decoded or that is to be dead-lettered gets no frame, but its result
 here, in its Execution. No Redis, no processes, no clock.
+
+Why: docs/decisions/0028.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Keeping the dead letters of a model within its settings: after each one, and once a minute as they age."""
+"""Keeping the dead letters of a model within its settings: after each one, and once a minute as they age.
+
+Why: docs/decisions/0073.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The worker's handle of a model process: start it, exchange frames and outcomes, restart it."""
+"""The worker's handle of a model process: start it, exchange frames and outcomes, restart it.
+
+Why: docs/decisions/0044.
+"""
 
 from __future__ import annotations
 

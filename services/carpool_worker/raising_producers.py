@@ -3,6 +3,8 @@
 If the model raises, its frame is halved until the failing requests are alone, and all requests of the frame
 are late. One producer's failing requests, one in each batch, would so delay those of all others. Apart, they
 delay each other.
+
+Why: docs/decisions/0027.
 """
 
 from __future__ import annotations

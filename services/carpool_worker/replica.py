@@ -10,6 +10,8 @@ When the model process dies, another is started, which executes again what was n
 the frame it died on are then executed one at a time, because one of them may be the cause. The execution of
 that frame, like each that was reclaimed, is suspect: before a request of it is decoded and sent, Redis knows
 that it is its turn. So if this worker dies of it, the next one knows, too.
+
+Why: docs/decisions/0026.
 """
 
 from __future__ import annotations

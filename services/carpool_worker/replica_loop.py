@@ -1,6 +1,8 @@
 """What all replicas have in common: a loop for one model process, and how it is drained and closed.
 
 One thread waits for the reply to a fetch, for the model process and for the time, whichever is first.
+
+Why: docs/decisions/0043.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ counts is that nothing succeeds. That alone may have other causes:
 - The model is broken, as every other process of it will be. So this process must have succeeded before, or
   another one of this worker meanwhile. One that replaces it has not: it is not retired in its turn.
 - The model depends on something that comes and goes. So the pause between two retirements doubles.
+
+Why: docs/decisions/0068.
 """
 
 from __future__ import annotations

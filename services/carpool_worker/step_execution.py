@@ -6,6 +6,8 @@ Chunks are written one by one while the reader keeps up. Those for a slow one wa
 one when it has read enough. A reader that reads nothing at all is given up. A request whose chunks have more
 than `max_result_bytes` in all fails: usually in the model process, which counts them packed, and here if they
 are larger in the content type of the request.
+
+Why: docs/decisions/0054 and docs/decisions/0080.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ When the model process dies, another one goes on from the chunks in Redis. Any o
 cause, so each takes a step alone before they go on together; likewise those of a dead worker. Meanwhile
 nothing else is sent to the process, so that no other request can be the cause of its next death. When this
 worker stops, it hands its requests over to others.
+
+Why: docs/decisions/0056.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 While the memory of Redis is full, it takes no chunks: they wait in their requests, and the writer tries again
 from time to time. Results are written all the same, because a request that ends frees memory.
+
+Why: docs/decisions/0055.
 """
 
 from __future__ import annotations

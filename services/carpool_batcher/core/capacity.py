@@ -32,6 +32,8 @@ Of a bound model each batch is for one process; `sequences.space` knows whether 
 A process of a stepping model takes as many batches at a time as it has slots, each of one request, and a few
 more that get a slot as soon as one is free. There l(n) is not learned, and all of the above follows from
 `has_capacity`: a batch is dispatched if there is capacity for it.
+
+Why: docs/decisions/0011 and docs/decisions/0012.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ released by who carries out what became of the run (`Scheduler.launch`, `EntryTa
 
 Each run is looked at once for its timer, and once for each time that it is set anew. So the cost is linear,
 however many lanes and deadlines an entry has.
+
+Why: docs/decisions/0017 and docs/decisions/0023.
 """
 
 from __future__ import annotations

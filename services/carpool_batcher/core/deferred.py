@@ -26,6 +26,8 @@ time then, counting each by how likely that is.
 
 Many processes serve much more before a deadline than a plan looks at. If the rest of the queue did not count,
 the first requests would always be in time, in batches that become smaller and smaller.
+
+Why: docs/decisions/0015.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 `waiting.queue` holds the waiting runs, and `core.capacity` knows when processes are free. Here is the index
 of lanes by when they have a batch: it follows the lanes that changed, and is made anew when settings change.
+
+Why: docs/decisions/0053.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Start order: Redis first, then the batcher and the workers, which connect to it.
 finish their executions, then the batcher releases its leases, and Redis stops last, because both need it to
 do so. Everything is started from the main thread and ends with this process, however it ends
 (`carpool.lifecycle`).
+
+Why: docs/decisions/0049.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ calls; the worst case is 2n - 1 calls. A wrong number of results fails all items
 results are missing. So do wrong new states.
 
 Those whose deadlines have passed are not executed, and not executed again: nobody waits for their results.
+
+Why: docs/decisions/0027.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ before or into a message move its marks.
 
 No pickle: data from a producer is never executed. Stacked tensors are sent as they lie in memory, so neither
 side copies or converts single numbers.
+
+Why: docs/decisions/0004.
 """
 
 from __future__ import annotations

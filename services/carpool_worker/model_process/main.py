@@ -5,6 +5,8 @@
 A worker starts it as `python -m carpool_worker.model_process.main`. It talks only to its worker. The model
 has this process to itself: it may hold the GIL, sleep in C, leak or crash while the worker goes on fetching,
 renewing and committing.
+
+Why: docs/decisions/0025.
 """
 
 from __future__ import annotations

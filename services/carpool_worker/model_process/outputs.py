@@ -3,6 +3,8 @@
 It is counted and matched, never guessed: a list, one array, or a dict of outputs by name, each with the batch
 first. A value keeps its type and form, whatever the other requests of the batch are: a list is never made an
 array of. What is declared is kept: each number is in the declared datatype, or its request fails alone.
+
+Why: docs/decisions/0083.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The loop of a stepping model's process: take what the worker sent, advance, send what changed."""
+"""The loop of a stepping model's process: take what the worker sent, advance, send what changed.
+
+Why: docs/decisions/0052.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Requests of one iteration of the event loop share entries, so what is done for each request is little: its
 body is encoded, it gets a correlation ID and a target for its result, and it is added to an entry. All else,
 timeouts among it, is done for an entry.
+
+Why: docs/decisions/0045.
 """
 
 from __future__ import annotations

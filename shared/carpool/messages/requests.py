@@ -1,4 +1,7 @@
-"""Requests, the entries that carry them, and the commands of producers."""
+"""Requests, the entries that carry them, and the commands of producers.
+
+Why: docs/decisions/0042.
+"""
 
 from __future__ import annotations
 

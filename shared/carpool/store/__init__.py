@@ -28,4 +28,6 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     removal          a model that is no longer served is removed
     eviction         whether Redis may discard what it has accepted
     lua/             the scripts, each with its KEYS, ARGV, reply and complexity
+
+Why: docs/decisions/0002.
 """

@@ -4,6 +4,8 @@ With `preserve_ordering` also: put tickets into the order, and release withheld 
 
 Nothing here changes an Entry or a Request. `dispatch` and `refuse` return what happened to entries, and the
 batcher updates its own table of them.
+
+Why: docs/decisions/0020.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ pyproject.toml limits its version.
 - `asyncio.Connection._writer` (AsyncLink), its stream: to take over the transport.
 - `asyncio.Connection._reader` (AsyncLink): set to None with `_writer` at the end, since redis-py does not see
   that the connection was closed, and would warn.
+
+Why: docs/decisions/0008.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ of an entry without sending it. So a reply is bounded in four ways:
 
 A subscription that ended, and a later one to the same model, are different: a reply belongs to that for which
 its XREAD was sent.
+
+Why: docs/decisions/0046.
 """
 
 from __future__ import annotations

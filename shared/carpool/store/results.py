@@ -2,6 +2,8 @@
 
 Batchers and workers both write results: a worker by `commit` and `answer_ahead`, a batcher by `refuse` and
 `answer_ahead`.
+
+Why: docs/decisions/0007.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ last one it grows as in the octave before that. Of the batches of a size, a tent
 - Several observations in a row far above, or far below, what their classes say are a change of the model's
   speed. All earlier observations are then scaled by the same ratio.
 - Sizes that are not observed any more follow the slow drift of those that are.
+
+Why: docs/decisions/0013.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ If transit was long for a moment, no request may seem to be in time any more. Th
 (`learned.lane_latency`), ten in a second. It would take seconds until they outnumber what was learned. So if
 two batches in turn, each dispatched after a pause, take less than half of what is usual for their magnitude,
 all is learned anew.
+
+Why: docs/decisions/0051.
 """
 
 from __future__ import annotations

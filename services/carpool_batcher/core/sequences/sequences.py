@@ -16,6 +16,8 @@
    a process that is gone, or that drains, goes to another one.
 
 Events are recorded, and `decide` says what follows from them: so it sees all that arrived together.
+
+Why: docs/decisions/0057.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A delayed request takes a place in the queue for as long as its producer says, up to a day, and no worker can
 shorten that. So of each limit of the queue delayed requests take only a share (`max_delayed_share`): there is
 always space for others.
+
+Why: docs/decisions/0071.
 """
 
 from __future__ import annotations

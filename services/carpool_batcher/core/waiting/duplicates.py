@@ -4,6 +4,8 @@ are stored under one key.
 Two requests are the same if they have the same correlation ID and the same address (`reply_to`). A later copy
 waits as any other request, because the first one may still vanish: only when that is dispatched, or when the
 queue is full, the copy is removed. Sequences know their duplicates themselves.
+
+Why: docs/decisions/0075.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ lanes could not be served for a while gets no credit for it: its turns count fro
 
 Requests wait in runs. How many requests of a run are served before another tenant's turn is calculated, with
 the outcome of turns for each request. For that, virtual time is in integers.
+
+Why: docs/decisions/0016.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Requests begin and cease to wait only here, so that the totals are always right. Of a sequence only the
 head is in a lane; its followers wait in `core.sequences`.
+
+Why: docs/decisions/0021.
 """
 
 from __future__ import annotations
