@@ -6,6 +6,7 @@ model raises or returns one of these exceptions to fail a single request with th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 OK: Final = "OK"
@@ -19,6 +20,23 @@ PERMISSION_DENIED: Final = "PERMISSION_DENIED"
 UNAVAILABLE: Final = "UNAVAILABLE"
 UNIMPLEMENTED: Final = "UNIMPLEMENTED"
 NOT_FOUND: Final = "NOT_FOUND"
+
+# Each status in HTTP and in gRPC, as google.rpc.Code has it. For a status that is not here, use INTERNAL's.
+_CODES: Final[Mapping[str, tuple[int, int]]] = {
+    OK: (200, 0),
+    CANCELLED: (499, 1),
+    INVALID_ARGUMENT: (400, 3),
+    DEADLINE_EXCEEDED: (504, 4),
+    NOT_FOUND: (404, 5),
+    PERMISSION_DENIED: (403, 7),
+    RESOURCE_EXHAUSTED: (429, 8),
+    ABORTED: (409, 10),
+    UNIMPLEMENTED: (501, 12),
+    INTERNAL: (500, 13),
+    UNAVAILABLE: (503, 14),
+}
+HTTP_STATUS: Final[Mapping[str, int]] = {status: http for status, (http, _) in _CODES.items()}
+GRPC_CODE: Final[Mapping[str, int]] = {status: grpc for status, (_, grpc) in _CODES.items()}
 
 
 class CarpoolError(Exception):

@@ -15,8 +15,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from carpool import AsyncClient, Client
+from carpool.client.reading import ResultReader
 from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX, Gathering
 from carpool.errors import DeadlineExceededError, InvalidArgumentError
+from carpool.messages.requests import MSGPACK
+from carpool.messages.results import ResultColumns
+from carpool.rows import Rows
 from carpool.wire.tensors import tensor_head
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import EchoService, read_entry
@@ -281,13 +285,13 @@ async def test_infer_many_returns_a_list_where_layouts_differ(client: AsyncClien
 
 
 async def test_gathering_of_rows_and_other_values_is_a_list() -> None:
-    gathering = Gathering(asyncio.get_running_loop(), size=5, keep_errors=False)
+    gathering = Gathering(ResultReader(), asyncio.get_running_loop(), size=5, keep_errors=False)
     assert gathering.reserve(5) == range(5)
-    served = (1, 1, 1)
-    gathering.put_rows(["b", "d"], [1, 3], np.array([[1, 1], [3, 3]]), served)
-    gathering.put("a", 0, "text", served)
-    gathering.put("c", 2, np.zeros(3), served)
-    gathering.put("e", 4, np.array([4, 4]), served)
+    columns = ResultColumns(["b", "d"], MSGPACK, Rows(b"", bytes(4), 2), 1, 1, 1)
+    gathering.put_rows([1, 3], np.array([[1, 1], [3, 3]]), columns)
+    gathering.put_value(0, "text", {})
+    gathering.put_value(2, np.zeros(3), {})
+    gathering.put_value(4, np.array([4, 4]), {})
     await gathering.wait(0)
     wanted = ["text", np.array([1, 1]), np.zeros(3), np.array([3, 3]), np.array([4, 4])]
     results = gathering.results()
@@ -345,7 +349,7 @@ async def test_infer_many_that_ends_early_withdraws_or_expires(
         with pytest.raises(asyncio.CancelledError):
             await task
         await wait_in_thread(lambda: service.withdrawn == ids, "all are withdrawn")
-    assert not client._awaited
+    assert not client._packer.awaited
     service.paused.clear()
     assert await client.infer(MODEL, 5) == 5
 
@@ -368,7 +372,7 @@ def test_reconnection_loses_nothing(server: RedisWithSocket, loop: str) -> None:
                     connection.abort()
             assert same(await many, rows)
             np.testing.assert_array_equal(await single, rows[:200])
-            assert not client._awaited
+            assert not client._packer.awaited
 
     def connections(client: AsyncClient) -> list[Any]:
         links = transport_of(client)._writer, transport_of(client)._reader

@@ -489,7 +489,7 @@ async def test_end_by_force_is_sent_once(client: AsyncClient, service: Streaming
 async def test_request_without_an_index_is_not_sent_again(
     client: AsyncClient, service: StreamingService
 ) -> None:
-    await client._open_channel(MODEL, None)
+    await client._producer.open_channel(MODEL, None)
     sent = [
         client.submit(MODEL, "a", sequence_id="mic7"),
         client.submit(MODEL, "b", sequence_id="mic8", sequence_index=4),

@@ -717,7 +717,7 @@ def test_an_async_client_that_was_connected_before_a_fork_is_the_parents(stack: 
             calls += [client.models(), anext(client.stream("Single", 1)), sequence.__aenter__(), *parents]
             errors = await asyncio.gather(*calls, return_exceptions=True)
             gate.touch()
-            replies = client._channels["Single"].keys.replies(client._name)
+            replies = client._channels["Single"].keys.replies(client._packer.name)
             wait_until(lambda: stack.redis.xlen(replies) == 3, description="the parent's results are there")
             for _ in range(10):
                 await asyncio.sleep(0)  # polls
@@ -731,7 +731,7 @@ def test_an_async_client_that_was_connected_before_a_fork_is_the_parents(stack: 
         assert [error.startswith(forked) for error in errors[7:]] == [True] * 2
         # And the parent has its results, over the same connections
         assert runner.run(wait_for(parents)) == [blocking_body(gate), "after it"]
-        assert client._transport.losses == 0
+        assert client._packer.transport.losses == 0
         runner.run(client.close())
 
 

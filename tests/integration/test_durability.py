@@ -183,7 +183,7 @@ async def test_known_and_unknown_outcomes_are_different_errors(primary: Server) 
         sent = client.submit(MODEL, 1)
         await client.flush()
         primary.embedded.stop()
-        while client._transport.connection_error is None:
+        while client._packer.transport.connection_error is None:
             await asyncio.sleep(0.01)
         with pytest.raises(DeadlineExceededError) as known:
             await client.infer(MODEL, 2, timeout=0.05)

@@ -12,11 +12,10 @@ import pytest
 
 from carpool import Client
 from carpool.errors import DeadlineExceededError
+from carpool.figures import figures, take_sample
 from carpool.keys import Keys
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
-from carpool_cli.top.command import take_sample
-from carpool_cli.top.figures import figures
 from support.command import carpool
 from support.stack import Stack
 from support.waiting import wait_until

@@ -16,7 +16,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from carpool import AsyncClient, Client
-from carpool.client import aio, reply_reads, transport
+from carpool.client import options, packing, reply_reads, transport
 from carpool.client.options import RequestOptions
 from carpool.errors import InvalidArgumentError
 from carpool.keys import Keys
@@ -126,7 +126,7 @@ async def test_option_that_cannot_be_sent_fails_only_its_caller(
                         await call()
                     assert await asyncio.gather(*others) == [0, 1, 2, 3, 4]
             assert await client.models() == [MODEL]
-            assert client._transport.losses == 0
+            assert client._packer.transport.losses == 0
 
 
 def test_option_that_cannot_be_sent_fails_only_its_thread(server: Server) -> None:
@@ -164,7 +164,7 @@ def unchecked(options: RequestOptions, timeout_s: float | None) -> dict[str, Any
 async def test_what_no_check_found_fails_with_its_entry(
     server: Server, monkeypatch: pytest.MonkeyPatch, name: str, alone: bool
 ) -> None:
-    monkeypatch.setattr(aio, "optional_fields", unchecked)
+    monkeypatch.setattr(options, "optional_fields", unchecked)
     with EchoService(server.url, MODEL):
         async with AsyncClient(server.url, timeout=20) as client:
             assert await client.infer(MODEL, 7) == 7
@@ -185,14 +185,14 @@ async def test_body_that_redis_cannot_take_is_refused(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis would close the connection, again and again."""
-    monkeypatch.setattr(aio, "STRING_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr(packing, "STRING_BYTES_MAX", 1_000_000)
     with EchoService(server.url, MODEL):
         async with AsyncClient(server.url, timeout=20) as client:
             other = client.submit(MODEL, b"x" * 1_000_000)
             with pytest.raises(InvalidArgumentError, match="body: 1000001 bytes; at most 1000000"):
                 await client.infer(MODEL, b"x" * 1_000_001)
             assert len(await other) == 1_000_000
-            assert client._transport.losses == 0
+            assert client._packer.transport.losses == 0
 
 
 # --- large results -----------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ async def test_producer_that_fell_behind_reads_results_larger_than_its_connectio
         (request,) = await asyncio.to_thread(server.wait_for, 1, names[0])
         server.answer(request, b"2", model=names[0])
         assert await later == b"2"
-        assert 0 < client._transport.losses < 10
+        assert 0 < client._packer.transport.losses < 10
 
 
 # --- servers that cannot be used for a while ---------------------------------------------------------------
@@ -353,7 +353,7 @@ async def test_results_in_a_stream_that_begins_anew_are_read(
             )
             assert not server.redis.xlen(replies)
             server.redis.delete(replies)
-        assert client._transport.losses == 0
+        assert client._packer.transport.losses == 0
 
 
 async def test_what_is_read_again_reaches_nobody_twice(

@@ -115,7 +115,7 @@ async def test_lost_connections_change_no_answer(served: Served) -> None:
 
     async with AsyncClient(served.url, timeout=TIMEOUT_S) as client:
         answered = asyncio.Event()
-        losses = client._transport
+        losses = client._packer.transport
 
         async def use(name: int) -> None:
             numbers = list(range(name, name + 60))
@@ -132,7 +132,7 @@ async def test_lost_connections_change_no_answer(served: Served) -> None:
                 answered.clear()
                 await answered.wait()
                 for connection in await asyncio.to_thread(served.redis.client_list):
-                    if connection["name"].startswith(client._name):
+                    if connection["name"].startswith(client._packer.name):
                         await asyncio.to_thread(served.redis.client_kill_filter, _id=connection["id"])
 
         disturbing = asyncio.create_task(disturb())

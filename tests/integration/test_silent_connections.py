@@ -78,7 +78,7 @@ async def test_client_gives_up_a_writer_that_fell_silent(
         assert await client.infer(ECHO, "first") == "first"
         assert proxy.silence(stack.redis, lambda name: name.endswith(":w")) == 1
         assert await client.infer(ECHO, "second") == "second"
-        assert client._transport.losses == 1
+        assert client._packer.transport.losses == 1
 
 
 async def test_client_keeps_a_connection_that_has_nothing_to_say(
@@ -95,7 +95,7 @@ async def test_client_keeps_a_connection_that_has_nothing_to_say(
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asyncio.Event().wait(), 0.4)
             assert await client.infer(ECHO, "again") == "again"
-        assert client._transport.losses == 0
+        assert client._packer.transport.losses == 0
 
 
 @pytest.fixture

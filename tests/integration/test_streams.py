@@ -599,7 +599,9 @@ async def test_unconfirmed_stream_with_chunks_continues(
     await asyncio.sleep(0)
     accepted, lost = service.take(2)
     envelope = chunk(accepted, 0, pack("a"))
-    client._awaited.on_results([b"results", pack([envelope])])  # over the other connection, before the reply
+    client._packer.awaited.on_results(
+        [b"results", pack([envelope])]
+    )  # over the other connection, before the reply
     transport_of(client)._on_connection_lost(LinkError("lost"))
     (request,) = await take(service)
     assert request.body == pack("y")

@@ -22,12 +22,11 @@ from typing import Any, Final
 
 import pytest
 
+from carpool.figures import figures, take_sample
 from carpool.keys import Keys
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool.wire.report import BatcherReport
-from carpool_cli.top.command import take_sample
-from carpool_cli.top.figures import figures
 from support.command import carpool, clean_environment
 from support.stack import Stack
 from support.waiting import wait_until

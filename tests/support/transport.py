@@ -8,5 +8,5 @@ from carpool.client.transport import Transport
 
 def transport_of(client: AsyncClient) -> Transport:
     """Those to one server: the client is not one of a cluster."""
-    assert isinstance(client._transport, Transport)
-    return client._transport
+    assert isinstance(client._packer.transport, Transport)
+    return client._packer.transport

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from carpool.client import aio, entries, transport
+from carpool.client import entries, packing, producer, transport
 from carpool.keys import Keys
 from carpool.store import (
     batcher,
@@ -211,7 +211,9 @@ def test_service_has_no_permission_that_its_code_does_not_use(role: str) -> None
 def test_producer_has_every_permission_that_the_client_uses() -> None:
     used = {
         command.lower()
-        for command in re.findall(r'\("([A-Z]{3,})",', "".join(map(source, (aio, entries, transport))))
+        for command in re.findall(
+            r'\("([A-Z]{3,})",', "".join(map(source, (producer, packing, entries, transport)))
+        )
     }
     assert used - {"client"} <= commands("producer")
 

@@ -10,12 +10,16 @@ import pytest
 
 from carpool.client import sinks
 from carpool.client.awaited import AwaitedRequests
-from carpool.client.entries import NO_FIELDS, Channel, OutgoingEntry
-from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX, FutureSink, Reply, ReplySink, Window
+from carpool.client.entries import Channel, OutgoingEntry
+from carpool.client.envelopes import EnvelopeSink, EnvelopeStreamSink
+from carpool.client.options import NO_FIELDS
+from carpool.client.reading import ResultReader
+from carpool.client.sinks import COLUMN_KEPT_BYTES_MAX, FutureSink, Reply, ReplySink, Sink, Window
+from carpool.client.streams import AsyncStream, StreamTarget
 from carpool.errors import InternalError
 from carpool.keys import Keys
 from carpool.messages.requests import JSON, MSGPACK
-from carpool.messages.results import ResultColumns
+from carpool.messages.results import Chunk, Result, ResultColumns
 from carpool.rows import Rows
 from carpool.wire.results import encode_columns_map
 from carpool.wire.tensors import WIDTHS, tensor_head
@@ -33,14 +37,18 @@ def awaiting(*correlation_ids: str) -> tuple[AwaitedRequests, dict[str, asyncio.
         awaited.remove(correlation_id, target)
 
     awaited, loop = AwaitedRequests(withdraw), asyncio.get_running_loop()
-    channel = Channel(Keys("m"), b"replies", 100)
     futures = {}
     for correlation_id in correlation_ids:
-        entry = OutgoingEntry(channel, JSON, None, FutureSink())
         futures[correlation_id] = loop.create_future()
-        entry.add(correlation_id, futures[correlation_id], NO_FIELDS, b"", b"1")
-        awaited.entries[correlation_id] = entry
+        add(awaited, FutureSink(ResultReader()), correlation_id, futures[correlation_id])
     return awaited, futures
+
+
+def add(awaited: AwaitedRequests, sink: Sink, correlation_id: str, target: object) -> None:
+    """Add a request in an entry of its own."""
+    entry = OutgoingEntry(Channel(Keys("m"), b"replies", 100), JSON, None, sink)
+    entry.add(correlation_id, target, NO_FIELDS, b"", b"1")
+    awaited.entries[correlation_id] = entry
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,7 @@ async def test_malformed_columns_concern_only_themselves() -> None:
 
 @pytest.mark.parametrize("columns_kept_bytes", [COLUMN_KEPT_BYTES_MAX, 8])
 @pytest.mark.parametrize("datatype", ["FP32", "BF16"])
-@pytest.mark.parametrize("sink", [FutureSink(), ReplySink(), None])
+@pytest.mark.parametrize("sink", [FutureSink(ResultReader()), ReplySink(ResultReader()), None])
 async def test_results_may_be_written_to_alone_and_of_a_batch(
     sink: Any, datatype: str, columns_kept_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +106,7 @@ async def test_results_may_be_written_to_alone_and_of_a_batch(
         targets: dict[str, Any] = {}
         windows: list[Window] = []
         for number, size in enumerate(sizes):
-            windows.append(Window(loop))
+            windows.append(Window(ResultReader(), loop))
             of_entry = sink or windows[-1]
             entry = OutgoingEntry(Channel(Keys("m"), b"replies", 100), MSGPACK, None, of_entry)
             for name in (f"{number}-{at}" for at in range(size)):
@@ -129,3 +137,52 @@ async def test_a_request_whose_result_is_malformed_fails_at_once() -> None:
     assert caught.value.correlation_id == "a"
     assert await futures["b"] == 7
     assert list(awaited.entries) == []
+
+
+async def test_envelopes_reach_a_front_end_as_they_came() -> None:
+    awaited, sink = AwaitedRequests(lambda *_: None), EnvelopeSink()
+    futures = {name: asyncio.get_running_loop().create_future() for name in "abcd"}
+    for name, future in futures.items():
+        add(awaited, sink, name, future)
+    refused = envelope("b", status="INVALID_ARGUMENT", detail="why", content_type=None, body=None)
+    odd = envelope("a", content_type="text/odd", body=b" \xff", warnings=["odd"])
+    columns = encode_columns_map(ResultColumns(["c", "x", "d"], JSON, Rows(b"[", b"7]8]9]", 2), 3, 4, 5))
+    awaited.on_results([b"results", msgpack.packb([odd, refused]), b"columns", b"\x91" + columns])
+    assert [await future for future in futures.values()] == [
+        Result("a", "OK", "text/odd", b" \xff", None, 1, 1, 1, warnings=["odd"]),
+        Result("b", "INVALID_ARGUMENT", JSON, None, "why", 1, 1, 1),
+        Result("c", "OK", JSON, b"[7]", None, 3, 4, 5),
+        Result("d", "OK", JSON, b"[9]", None, 3, 4, 5),
+    ]
+    assert (awaited.late_results, list(awaited.entries)) == (1, [])
+
+
+def chunk(correlation_id: str, index: int, **other: Any) -> dict[str, Any]:
+    chunk = {"correlation_id": correlation_id, "status": "OK", "content_type": JSON, "body": b"7"}
+    return {**chunk, "final": False, "index": index, **other}
+
+
+async def test_chunks_reach_a_front_end_as_they_came() -> None:
+    unusable: list[str] = []
+    awaited, sink = AwaitedRequests(lambda name, _: unusable.append(name)), EnvelopeStreamSink()
+    targets = {name: StreamTarget(asyncio.Queue()) for name in "abc"}
+    for name, target in targets.items():
+        add(awaited, sink, name, target)
+    failed = envelope("b", status="INTERNAL", detail="why", content_type=None, body=None)
+    sent = [chunk("a", 0), chunk("a", 0), chunk("a", 1, chunks=3), chunk("a", 2, values=2), chunk("b", 0)]
+    sent += [envelope("a", index=3, first_us=8), failed, chunk("c", 1)]
+    assert awaited.on_results([b"results", msgpack.packb(sent)]) is True
+    loop = asyncio.get_running_loop()
+    streams = {name: AsyncStream(target, lambda _: None, loop) for name, target in targets.items()}
+    assert [item async for item in streams["a"]] == [
+        Chunk("a", JSON, b"7", 0),
+        Chunk("a", JSON, b"7", 1, 3),
+        Chunk("a", JSON, b"7", 2, 2, True),
+    ]
+    assert streams["a"].reply == Reply(Result("a", "OK", JSON, b"7", None, 1, 1, 1, 3, 8), "a", 1, 1, 1, 8)
+    assert await anext(streams["b"]) == Chunk("b", JSON, b"7", 0)
+    with pytest.raises(InternalError, match="INTERNAL: why"):
+        await anext(streams["b"])
+    with pytest.raises(InternalError, match="chunks 0 to 0 were not in the reply stream"):
+        await anext(streams["c"])
+    assert unusable == ["c"]

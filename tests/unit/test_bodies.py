@@ -169,7 +169,7 @@ SPELT: Final = [
 def test_producers_encode_as_services_decode(spelt: str, usual: str) -> None:
     assert read_content_type({"content_type": spelt}) == usual
     for value in ("7", "null", np.array([49, 50], "u1"), {"a": 1}) if is_value(usual) else (b"7",):
-        for body in (value, BodyEncoder().take(value, {"content_type": spelt})[0]):
+        for body in (value, BodyEncoder().snapshot(value, {"content_type": spelt})[0]):
             content_type, head, rest = BodyEncoder().encode(body, spelt)
             assert (content_type, equal(decode_body(content_type, head + rest), value)) == (usual, True)
     head_of_rows = BodyEncoder().head_of_rows(np.zeros((2, 3)), {"content_type": spelt})

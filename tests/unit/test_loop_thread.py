@@ -106,7 +106,7 @@ def test_wait_ends_although_the_thread_is_blocked(
     blocked = threading.Event()
     thread.call(blocked.wait)
     future = RequestFuture(thread, 0.01)
-    for wait in (future.result, future.exception, lambda: thread.take(new_queue(), 0.01)):
+    for wait in (future.result, future.exception, lambda: thread.next_item(new_queue(), 0.01)):
         with pytest.raises(NoResultError, match="no word of the client's thread: something blocks it"):
             wait()
     blocked.set()
@@ -260,7 +260,7 @@ def test_client_of_a_model_reads_only_what_its_worker_gives(
     monkeypatch.setenv("CARPOOL_REDIS_URL", "redis://producer:p@10.0.0.2/0")
     monkeypatch.setenv("CARPOOL_PREFIX", "mine")
     client = AsyncClient()
-    assert (client.address, client._prefix) == ("redis://10.0.0.2/0", "mine")
+    assert (client.address, client._producer.prefix) == ("redis://10.0.0.2/0", "mine")
     monkeypatch.setenv("CARPOOL_REDIS_URL", "nowhere")
     with pytest.raises(InvalidArgumentError, match="url: must begin with"):
         AsyncClient()

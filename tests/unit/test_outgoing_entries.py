@@ -9,6 +9,7 @@ import pytest
 
 from carpool.client import entries
 from carpool.client.entries import Channel, OutgoingEntry
+from carpool.client.reading import ResultReader
 from carpool.client.sinks import FutureSink
 from carpool.keys import Keys
 from carpool.messages.requests import JSON
@@ -33,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def entry_of(clock: Clock, timeout_s: float | None, *requests: dict[str, Any]) -> OutgoingEntry:
     """An entry whose timeout begins now, with a request for each of these maps of options."""
-    entry = OutgoingEntry(Channel(Keys("m"), b"replies", 100), JSON, timeout_s, FutureSink())
+    entry = OutgoingEntry(Channel(Keys("m"), b"replies", 100), JSON, timeout_s, FutureSink(ResultReader()))
     for number, fields in enumerate(requests):
         entry.add(f"r{number}", None, fields, b"", b"1")
     entry.started_s = clock.now_s

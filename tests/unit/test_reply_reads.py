@@ -72,7 +72,7 @@ def read_all(reads: ReplyReads, streams: Streams) -> int:
         if reply is None:
             losses += 1
             reads.on_lost()
-        elif not reads.take(reply) and "BLOCK" in command:
+        elif not reads.on_reply(reply) and "BLOCK" in command:
             return losses
 
 

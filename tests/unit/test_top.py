@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,12 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import carpool.figures
 from carpool.errors import UnavailableError
+from carpool.figures import (
+    Figures,
+    ModelSample,
+    RecentFigures,
+    Requests,
+    Sample,
+    Sequences,
+    Stepping,
+    compare,
+    figures,
+)
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_cli.screen import plain_lines
 from carpool_cli.top import command
-from carpool_cli.top.command import Sample, as_json, compare, follow
-from carpool_cli.top.figures import Figures, ModelSample, Requests, Sequences, Stepping, figures
+from carpool_cli.top.command import as_json, follow
 from carpool_cli.top.page import Page
 
 SECOND_US = 1_000_000
@@ -442,6 +455,30 @@ def test_rates_cover_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> N
             sample_at(1), lambda: sample_at(next(coming)), lambda models, _: shown.append(models[0].over_s)
         )
     assert shown == [1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0, 5.0]
+
+
+async def test_figures_are_updated_without_blocking_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample that does not come for a while holds up its own thread only, and an outage does not end it."""
+    monkeypatch.setattr(carpool.figures, "INTERVAL_S", 0.0)
+    answers = threading.Event()
+    coming: list[Sample | UnavailableError] = [UnavailableError("away"), sample_at(3), sample_at(7)]
+
+    def sample_now() -> Sample:
+        assert answers.wait(30)
+        following = coming.pop(0)
+        if isinstance(following, UnavailableError):
+            raise following
+        return following
+
+    recent = RecentFigures(sample_now)
+    following = asyncio.ensure_future(recent.follow())
+    await asyncio.sleep(0.01)
+    assert (recent.figures, recent.error) == ([], "")
+    answers.set()
+    with pytest.raises(IndexError):  # nothing more comes
+        await following
+    assert [(model.over_s, model.batches_per_s) for model in recent.figures] == [(4.0, 1.0)]
+    assert recent.error == ""
 
 
 def sample_at(at_s: int) -> Sample:

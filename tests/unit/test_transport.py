@@ -13,7 +13,9 @@ import pytest
 
 from carpool.client import transport
 from carpool.client.durability import Durability
-from carpool.client.entries import NO_FIELDS, Channel, OutgoingEntry, SequencesEnded
+from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
+from carpool.client.options import NO_FIELDS
+from carpool.client.reading import ResultReader
 from carpool.client.sinks import FutureSink
 from carpool.client.transport import Transport, failure
 from carpool.errors import CarpoolError, InvalidArgumentError, ResourceExhaustedError
@@ -89,12 +91,12 @@ class Producer:
             self.rejected.__setitem__,
             lambda entry: None,
             lambda: (),
-            Durability.of("none"),
+            Durability.parse("none"),
         )
 
     def entry(self, *fields: dict[Any, Any], body: bytes = b"7") -> OutgoingEntry:
         """An entry with a request for each of these fields."""
-        entry = OutgoingEntry(self.channel, JSON, 5.0, FutureSink())
+        entry = OutgoingEntry(self.channel, JSON, 5.0, FutureSink(ResultReader()))
         for number, of_request in enumerate(fields or [NO_FIELDS]):
             entry.add(f"id-{number}", asyncio.get_running_loop().create_future(), of_request, b"", body)
         return entry

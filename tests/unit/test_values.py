@@ -303,8 +303,8 @@ def test_many_bodies_may_be_of_any_kind_with_an_order() -> None:
 def test_what_is_done_to_a_body_after_the_call_changes_nothing(body: Any, change: Any) -> None:
     encoder, fields = BodyEncoder(), {"user": "a"}
     expected = b"".join(BodyEncoder().encode(body, None)[1:])
-    taken, options = encoder.take(body, {"fields": fields})
-    again, _ = encoder.take(taken, options)  # as when its model is looked up
+    taken, options = encoder.snapshot(body, {"fields": fields})
+    again, _ = encoder.snapshot(taken, options)  # as when its model is looked up
     change(body)
     fields["user"] = "b"
     assert b"".join(encoder.encode(again, None)[1:]) == expected
@@ -319,19 +319,19 @@ def test_each_body_of_an_iterator_is_taken_as_it_comes() -> None:
             yield buffer
 
     encoder = BodyEncoder()
-    taken = encoder.take_each(reused(), {})
+    taken = encoder.snapshot_each(reused(), {})
     assert [decode_body(MSGPACK, b"".join(encoder.encode(body, None)[1:]))[0] for body in taken] == [0, 1, 2]
 
 
 def test_a_body_that_cannot_be_sent_fails_when_it_is_sent() -> None:
-    taken, _ = BodyEncoder().take({1, 2}, {})
+    taken, _ = BodyEncoder().snapshot({1, 2}, {})
     with pytest.raises(InvalidArgumentError, match="its type is set: it has no order"):
         BodyEncoder().encode(taken, None)
 
 
 @pytest.mark.parametrize("body", [None, True, 7, 0.5, "text", b"bytes"])
 def test_what_nobody_can_change_is_not_encoded_early(body: Any) -> None:
-    assert BodyEncoder().take(body, {})[0] is body
+    assert BodyEncoder().snapshot(body, {})[0] is body
 
 
 # --- bfloat16 of other libraries ---------------------------------------------------------------------------

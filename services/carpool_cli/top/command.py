@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from pydantic import Field
@@ -13,24 +12,18 @@ from pydantic_settings import SettingsConfigDict
 
 from carpool.address import without_password
 from carpool.errors import UnavailableError
+from carpool.figures import INTERVAL_S, Figures, RecentFigures, Sample, compare, take_sample
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable_json
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory
 from carpool.store.eviction import eviction_warning
-from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered
 from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, full_screen, plain_lines
-from carpool_cli.top.figures import Figures, ModelSample, figures
 from carpool_cli.top.page import Page
 
-INTERVAL_S: Final = 1.0
 ONCE_INTERVAL_S: Final = 1.5  # between the two samples of --once: batchers report about once a second
-SAMPLES_MAX: Final = 6  # rates cover the time from the oldest of them to the newest: 5 s
-
-Sample = Mapping[str, ModelSample]
-"""Every model at one time, by name."""
 
 
 class TopSettings(ConnectionSettings):
@@ -103,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         warning = eviction_warning(link)
         if warning and settings.as_json:
             complain(f"carpool top: {warning}")
-        _run(settings, warning, lambda: take_sample(directory, settings.model))
+        _run(settings, warning, lambda: sample_shown(directory, settings.model))
     except KeyboardInterrupt:
         return 0  # the usual way to end it
     except (UnavailableError, CommandError, TopError) as error:
@@ -140,60 +133,19 @@ def follow(
     first: Sample, sample_now: Callable[[], Sample], show: Callable[[list[Figures], str], None]
 ) -> None:
     """Sample and show every second, forever. While Redis does not answer, show the last figures and why."""
-    samples, error = deque([first], SAMPLES_MAX), ""
+    recent = RecentFigures(sample_now, first)
     while True:
-        show(compare(samples[0], samples[-1]), error)
+        show(recent.figures, recent.error)
         time.sleep(INTERVAL_S)
-        try:
-            samples.append(sample_now())
-            error = ""
-        except UnavailableError as unavailable:
-            error = str(unavailable)
+        recent.update()
 
 
-def take_sample(directory: Directory, only_model: str) -> Sample:
-    """Every model that is registered or loaded for the first time, or only one, as it is now. Raises TopError
-    if that one is neither."""
-    models = directory.models()
-    if not only_model:
-        shown = sorted([*models, *directory.loading(models)])
-    elif only_model in models or directory.is_loading(only_model):
-        shown = [only_model]
-    else:
-        raise TopError(describe_unregistered(only_model, models))
-    return {model: _sample_model(directory, model) for model in shown}
-
-
-def _sample_model(directory: Directory, model: str) -> ModelSample:
-    overview = directory.overview(model)
-    report = None if overview.report is None else BatcherReport.decode(overview.report)
-    oldest_s = None
-    if overview.waiting_entries and not (overview.batcher and report):
-        oldest_s = _oldest_s(directory, model, overview.at_us)
-    return ModelSample(
-        overview.waiting_entries,
-        oldest_s,
-        overview.batches_in_flight,
-        overview.model_processes,
-        overview.batcher,
-        report,
-        overview.dead,
-        overview.loading,
-    )
-
-
-def _oldest_s(directory: Directory, model: str, now_us: int) -> float | None:
-    """The age of the stream's first entry, if no batcher reports it; None if the ACL forbids reading it."""
-    try:
-        arrival_us = directory.oldest_arrival_us(model)
-    except CommandError:
-        return None
-    return None if arrival_us is None else max(0, now_us - arrival_us) / 1e6
-
-
-def compare(before: Sample, now: Sample) -> list[Figures]:
-    """The figures of each model of the later sample, compared with the earlier one."""
-    return [figures(model, before.get(model), sample) for model, sample in now.items()]
+def sample_shown(directory: Directory, only_model: str) -> Sample:
+    """The models that are shown. Raises TopError if only one is, and nobody has registered it."""
+    sample = take_sample(directory, only_model)
+    if only_model and not sample:
+        raise TopError(describe_unregistered(only_model, directory.models()))
+    return sample
 
 
 def as_json(models: Sequence[Figures], error: str = "") -> str:

@@ -19,9 +19,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from carpool.figures import Figures, Requests, Sequences, Stepping
 from carpool.shown import printable
 from carpool_cli.screen import build_table, clip, count, duration
-from carpool_cli.top.figures import Figures, Requests, Sequences, Stepping
 
 NAME_COLUMNS: Final = 28  # of a model's name in the table of a terminal; the details show all of it
 _DETAIL_COLUMNS: Final = 110  # where details wrap in a pipe or a file

@@ -2,16 +2,18 @@
 
 sync          Client: AsyncClient on a thread of its own
 loop_thread   the thread of Client: its event loop, and waits that end
-aio           AsyncClient
-environment   where to connect to, if no URL is given
+aio           AsyncClient: values and options -> encoded requests
+producer      connections and models, for AsyncClient and front ends of other protocols
+packing       encoded requests -> entries, until each has a result
 options       the options of requests
 encoding      values -> bodies
 entries       requests on their way to Redis, in entries
 awaited       requests without a result
 sinks         where values go: to futures, to a window in order, or to one array
+envelopes     sinks of front ends: results and chunks with the bytes of their bodies
 streams       where chunks go: to an iterator for each request
 sequences     requests to a model that keeps a state between them
-reading       results -> values
+reading       results -> values, for sinks
 retries       requests are sent again that ended with a status which may pass
 durability    what Redis is asked for before a request counts as accepted
 lookup        whether a model is registered, is being loaded, and can be used

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from carpool.client.entries import OutgoingEntry
-from carpool.client.reading import ResultReader
-from carpool.client.sinks import Sink, rows_of
-from carpool.client.streams import StreamSink
+from carpool.client.sinks import Envelope, Sink
 from carpool.client.timeouts import Timeouts
 from carpool.errors import (
     OK,
@@ -40,14 +38,13 @@ class AwaitedRequests:
         self.entries: dict[str, OutgoingEntry] = {}
         self.late_results = 0  # that nobody awaited any more, of successful requests
         self.malformed_results = 0  # somebody else wrote them, or they were damaged
-        self._reader = ResultReader()
         self._on_unusable = on_unusable
         self._logged: set[str] = set()  # the warnings
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def of_entries(self) -> list[OutgoingEntry]:
+    def entries_as_sent(self) -> list[OutgoingEntry]:
         """The entry of each request, once, in the order in which they were sent."""
         return list(dict.fromkeys(self.entries.values()))
 
@@ -96,64 +93,46 @@ class AwaitedRequests:
             self._on_unusable(named, target)
 
     def _on_columns(self, columns: ResultColumns) -> None:
-        try:
-            array = self._reader.array(columns)
-        except CarpoolError:
-            array = None  # each result fails by itself
-        if array is None:
-            for result in columns.results():
-                self._on_result(result._asdict())
-            return
-        ids, served = columns.correlation_ids, (columns.batch_size, columns.queue_us, columns.compute_us)
-        pop = self.entries.pop
+        ids, pop = columns.correlation_ids, self.entries.pop
         entries = [pop(correlation_id, None) for correlation_id in ids]
         first = entries[0]
         if first is not None and entries.count(first) == len(entries):
             targets = [first.awaited.pop(correlation_id) for correlation_id in ids]
-            first.sink.put_rows(ids, targets, array, served)
+            first.sink.put_columns(targets, columns)
             if not first.awaited:
                 Timeouts.stop(first)
             return
-        for correlation_id, entry, row in zip(ids, entries, rows_of(array), strict=True):
+        positions: dict[Sink, list[int]] = {}
+        for at, entry in enumerate(entries):
             if entry is None:
                 self.late_results += 1
             else:
-                entry.sink.put(correlation_id, self._take_target(entry, correlation_id), row, served)
+                positions.setdefault(entry.sink, []).append(at)
+        for sink, at_sink in positions.items():
+            targets = [self._pop_target(entry, ids[at]) for at in at_sink if (entry := entries[at])]
+            sink.put_columns(targets, columns if len(at_sink) == len(ids) else columns.select(at_sink))
 
-    def _on_chunk(self, envelope: dict[str, Any]) -> None:
+    def _on_chunk(self, envelope: Envelope) -> None:
         correlation_id = envelope["correlation_id"]
         entry = self.entries.get(correlation_id)
-        if entry is None or not isinstance(entry.sink, StreamSink):
+        if entry is None or not entry.sink.takes_chunks:
             return
         target = entry.awaited[correlation_id]
         try:
-            value = self._reader.value(envelope)
-            # Values that were merged without being concatenated are as many chunks for the reader.
-            entry.sink.put_chunk(target, envelope["index"], value if "values" in envelope else (value,))
+            entry.sink.put_chunk(target, envelope)
         except CarpoolError as error:
             entry.sink.fail(target, error)
             self._on_unusable(correlation_id, target)
 
-    def _on_result(self, envelope: dict[str, Any]) -> None:
+    def _on_result(self, envelope: Envelope) -> None:
         correlation_id = envelope["correlation_id"]
         if "warnings" in envelope:
             self._log_warnings(envelope["warnings"])
         entry = self.entries.pop(correlation_id, None)
         if entry is None:
             self.late_results += envelope["status"] == OK
-            return
-        target = self._take_target(entry, correlation_id)
-        try:
-            value = self._reader.value(envelope)
-        except CarpoolError as error:
-            entry.sink.fail(target, error)
-            return
-        served = (envelope["batch_size"], envelope["queue_us"], envelope["compute_us"])
-        if isinstance(entry.sink, StreamSink):
-            index, first_us = envelope.get("index"), envelope.get("first_us")
-            entry.sink.put(correlation_id, target, value, served, index, first_us)
         else:
-            entry.sink.put(correlation_id, target, value, served)
+            entry.sink.put(self._pop_target(entry, correlation_id), envelope)
 
     def _log_warnings(self, sentences: Any) -> None:
         """Log what a result says about its request, each sentence once."""
@@ -163,7 +142,7 @@ class AwaitedRequests:
                 self._logged.add(text)
                 _LOG.warning("a request was sent with a mistake: %s", text)
 
-    def _take_target(self, entry: OutgoingEntry, correlation_id: str) -> Any:
+    def _pop_target(self, entry: OutgoingEntry, correlation_id: str) -> Any:
         """Remove a request that has its result from its entry; return its target."""
         target = entry.awaited.pop(correlation_id)
         if not entry.awaited:
@@ -200,7 +179,7 @@ class AwaitedRequests:
         if entry is None or entry.awaited[correlation_id] is not target:
             return None
         del self.entries[correlation_id]
-        self._take_target(entry, correlation_id)
+        self._pop_target(entry, correlation_id)
         return entry
 
     def remove_all(self, sink: Sink) -> Iterator[tuple[OutgoingEntry, Iterable[str]]]:

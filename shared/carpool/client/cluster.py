@@ -41,7 +41,7 @@ class ClusterTransport:
         self._unanswered = unanswered
         self._opening: dict[int, asyncio.Future[Transport]] = {}  # by slot; done, if it is open
         self._open: list[Transport] = []
-        self._of_channels: dict[Channel, Transport] = {}
+        self._transports: dict[Channel, Transport] = {}
         self._opening_error: LinkError | None = None
         self._closed = False
 
@@ -84,7 +84,7 @@ class ClusterTransport:
     async def _open_transport(self, key: str) -> Transport:
         transport = self._new_transport(
             key,
-            lambda: [entry for entry in self._unanswered() if self._of_channels[entry.channel] is transport],
+            lambda: [entry for entry in self._unanswered() if self._transports[entry.channel] is transport],
         )
         await transport.open(self._name)
         self._open.append(transport)
@@ -93,20 +93,20 @@ class ClusterTransport:
     def add_channel(self, channel: Channel) -> None:
         """As Transport.add_channel. The channel's model was looked up: so its node is connected."""
         transport = self._opening[slot_of(channel.keys.requests)].result()
-        self._of_channels[channel] = transport
+        self._transports[channel] = transport
         transport.add_channel(channel)
 
     def send(self, entries: Iterable[OutgoingEntry | SequencesEnded]) -> None:
         """As Transport.send."""
         divided: dict[Transport, list[OutgoingEntry | SequencesEnded]] = {}
         for entry in entries:
-            divided.setdefault(self._of_channels[entry.channel], []).append(entry)
-        for transport, of_transport in divided.items():
-            transport.send(of_transport)
+            divided.setdefault(self._transports[entry.channel], []).append(entry)
+        for transport, entries_there in divided.items():
+            transport.send(entries_there)
 
     def withdraw(self, channel: Channel, correlation_ids: Iterable[str]) -> None:
         """As Transport.withdraw."""
-        self._of_channels[channel].withdraw(channel, correlation_ids)
+        self._transports[channel].withdraw(channel, correlation_ids)
 
     async def call_again(self, *command: str) -> Any:
         """As Transport.call_again, for a command whose first argument is its key.
@@ -130,11 +130,11 @@ class ClusterTransport:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more requests are taken, because too many wait for any of the nodes."""
+        """Whether no more requests are accepted, because too many wait for any of the nodes."""
         return any(transport.is_full for transport in self._open)
 
     def full_error(self) -> UnavailableError:
-        """Why no more requests are taken."""
+        """Why no more requests are accepted."""
         return next(transport for transport in self._open if transport.is_full).full_error()
 
     def drop_unawaited(self) -> None:

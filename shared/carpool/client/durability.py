@@ -23,7 +23,7 @@ class Durability(NamedTuple):
     replicas: int = 0
 
     @classmethod
-    def of(cls, text: str) -> Self:
+    def parse(cls, text: str) -> Self:
         """From the setting: none, replicas=N or fsync. Raises InvalidArgumentError."""
         if text == "none":
             return cls(text, None)

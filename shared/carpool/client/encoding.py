@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from carpool.client.entries import LARGE_BODY_BYTES
+from carpool.client.entries import LARGE_BODY_BYTES, Encoded
 from carpool.client.options import RequestOptions
 from carpool.errors import InternalError, InvalidArgumentError
 from carpool.messages.requests import MSGPACK, RAW
 from carpool.wire.bodies import encode_body
-from carpool.wire.content_types import canonical
+from carpool.wire.content_types import canonical, checked
 from carpool.wire.tensors import Array, datatype_of, is_bfloat16, tensor_head, to_bytes
 from carpool.wire.values import bodies_of
 
@@ -32,17 +32,20 @@ class TensorHead(NamedTuple):
     exact: bool  # an array's own bytes are the data
 
 
-class TakenBody(NamedTuple):
-    """A body that was encoded when it was given, or why it cannot be."""
+class _Unencodable(NamedTuple):
+    """A body that cannot be encoded, and why."""
 
-    content_type: str
-    head: bytes
-    rest: bytes
-    error: Exception | None = None
+    error: Exception
 
 
 # Types of what nobody can change.
-CONSTANT_TYPES: Final = frozenset({type(None), bool, int, float, str, bytes, TakenBody})
+CONSTANT_TYPES: Final = frozenset({type(None), bool, int, float, str, bytes, Encoded, _Unencodable})
+
+
+def encoded(content_type: str, body: bytes) -> Encoded:
+    """A body that somebody else has encoded, to be sent as it is. Raises InvalidArgumentError unless the
+    content type is one."""
+    return Encoded(checked("content_type", content_type), _NO_HEAD, body)
 
 
 class BodyEncoder:
@@ -51,7 +54,7 @@ class BodyEncoder:
     def __init__(self) -> None:
         self._heads: dict[tuple[Any, tuple[int, ...]], TensorHead] = {}  # by dtype and shape
 
-    def take(self, body: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
+    def snapshot(self, body: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
         """What stands for the body and options of a request that is sent later. Never raises: why they cannot
         be sent is found again then."""
         content_type = None
@@ -62,25 +65,26 @@ class BodyEncoder:
         if type(body) in CONSTANT_TYPES or not isinstance(content_type, str | None):
             return body, options
         try:
-            return TakenBody(*self.encode(body, content_type)), options
+            return Encoded(*self.encode(body, content_type)), options
         except Exception as error:
-            return TakenBody("", b"", b"", error), options
+            return _Unencodable(error), options
 
-    def take_each(self, bodies: Iterable[Any], options: RequestOptions) -> list[Any]:
+    def snapshot_each(self, bodies: Iterable[Any], options: RequestOptions) -> list[Any]:
         """What stands for bodies that an iterator gives, which may be the same object again and again. Those
         in a list are not: its owner waits."""
         if isinstance(bodies, list | tuple):
             return list(bodies)
-        return [self.take(body, options)[0] for body in bodies]
+        return [self.snapshot(body, options)[0] for body in bodies]
 
     def encode(self, body: Any, content_type: str | None) -> tuple[str, bytes, bytes]:
         """The content type of a body in its canonical form, its head, and what follows the head. Raises
         InvalidArgumentError."""
         kind = type(body)
-        if kind is TakenBody:
-            if body.error is not None:
-                raise body.error
-            return body.content_type, body.head, body.rest
+        if kind is Encoded:
+            already: Encoded = body
+            return already
+        if kind is _Unencodable:
+            raise body.error
         if content_type is not None:
             content_type = canonical(content_type)
         if kind is np.ndarray and (content_type is None or content_type == MSGPACK):

@@ -14,12 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgpack
 
 from carpool.client.sinks import Sink
-from carpool.client.streams import StreamSink
 from carpool.keys import Keys
 from carpool.rows import BODY_TTL_MS
 from carpool.store.connection import Command
@@ -30,7 +29,6 @@ MAX_ENDED_SEQUENCES: Final = 5000  # in one entry, of which a batcher reads at m
 LARGE_BODY_BYTES: Final = 16 * 1024
 STORED_BYTES_RATIO: Final = 16  # a stored body takes this much less of MAX_ENTRY_BYTES
 INT_BITS_MAX: Final = 64
-NO_FIELDS: Final[Mapping[str, Any]] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +42,21 @@ class Channel:
     untrimmed_entries: int = 0  # entries that were read and still take memory in Redis
     has_chunks: bool = False  # some of these entries have chunks
     withdrawn_ids: list[str] = field(default_factory=list)  # correlation IDs to withdraw with the next flush
+
+    def rows_max(self, row_bytes: int) -> int:
+        """How many requests with bodies of this size an entry takes."""
+        return max(1, min(self.entry_requests_max, MAX_ENTRY_BYTES // row_bytes))
+
+
+class Encoded(NamedTuple):
+    """The body of a request as bytes: `head + rest`, of a content type in its canonical form.
+
+    The head may be empty. Requests with the same one, as tensors of one shape have it, share it in an entry.
+    """
+
+    content_type: str
+    head: bytes
+    rest: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -67,13 +80,13 @@ class OutgoingRun:
         if len(rests) != len(ids):
             rows, width = rests[0], len(rests[0]) // len(ids)
             rests = [rows[at : at + width] for at in range(0, len(rows), width)]
-        kept = [at for at, correlation_id in enumerate(ids) if correlation_id in wanted]
+        selected = [at for at, correlation_id in enumerate(ids) if correlation_id in wanted]
         return OutgoingRun(
             self.fields,
             self.head,
-            [ids[at] for at in kept],
-            [rests[at] for at in kept],
-            [names[at] for at in kept] if names else [],
+            [ids[at] for at in selected],
+            [rests[at] for at in selected],
+            [names[at] for at in selected] if names else [],
         )
 
     def after(self, elapsed_ms: int) -> OutgoingRun:
@@ -92,7 +105,7 @@ class OutgoingRun:
         """
         ids, rests = self.correlation_ids, self.rests
         if self.body_names:
-            return self._element_of_stored()
+            return self._stored_element()
         if len(ids) == 1:
             return {**self.fields, "correlation_id": ids[0], "body": self.head + rests[0]}
         element = {**self.fields, "correlation_ids": " ".join(ids)}
@@ -105,7 +118,7 @@ class OutgoingRun:
             element["bodies"] = [self.head + rest for rest in rests]
         return element
 
-    def _element_of_stored(self) -> dict[str, Any]:
+    def _stored_element(self) -> dict[str, Any]:
         bodies = [
             {"body_key": name, "body_bytes": len(rest)}
             for name, rest in zip(self.body_names, self.rests, strict=True)
@@ -191,7 +204,7 @@ class OutgoingEntry:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Send only these requests, under other correlation IDs: `names` has these by their present ones."""
-        self.runs = [kept for run in self.runs if (kept := run.select(names)).correlation_ids]
+        self.runs = [selected for run in self.runs if (selected := run.select(names)).correlation_ids]
         for run in self.runs:
             run.correlation_ids = [names[correlation_id] for correlation_id in run.correlation_ids]
             if run.body_names:
@@ -221,7 +234,7 @@ class OutgoingEntry:
         awaited = self.awaited
         runs = self.runs
         if len(awaited) != sum([len(run.correlation_ids) for run in runs]):
-            runs = [kept for run in runs if (kept := run.select(awaited)).correlation_ids]
+            runs = [selected for run in runs if (selected := run.select(awaited)).correlation_ids]
         if not runs:
             return []
         elapsed_ms = 0 if self.started_s is None else int((time.monotonic() - self.started_s) * 1000)
@@ -232,7 +245,7 @@ class OutgoingEntry:
                 _check_numbers(run.fields)
         parts: list[Any] = ["XADD", self.channel.keys.requests, "*", "content_type", self.content_type]
         parts += ["reply_to", reply_to, "reply_columns", 1]
-        if isinstance(self.sink, StreamSink):
+        if self.sink.takes_chunks:
             parts += ["stream", 1]
         if self.timeout_s is not None:
             parts += ["expiration", max(1, self._timeout_ms - elapsed_ms)]

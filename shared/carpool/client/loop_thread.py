@@ -115,7 +115,7 @@ class LoopThread:
                 return result(0)  # that of the future itself
             raise self._silent(limit_s) from None
 
-    def take(self, source: queue.SimpleQueue[T], limit_s: float | None) -> T:
+    def next_item(self, source: queue.SimpleQueue[T], limit_s: float | None) -> T:
         """The next item of a queue that the thread fills; waits as `wait` does."""
         if source.empty():
             self._check_can_wait()

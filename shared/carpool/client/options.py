@@ -35,6 +35,7 @@ DEFAULT_TIMEOUT_S: Final = 30.0
 IN_FLIGHT: Final = 1024
 RETRIES_MAX: Final = 1000
 TIMEOUT_MAX_S: Final = 366 * 24 * 3600
+NO_FIELDS: Final[Mapping[str, Any]] = {}
 _INT_MIN: Final = -(1 << 63)
 _INT_MAX: Final = (1 << 64) - 1
 
@@ -119,6 +120,16 @@ def checked_timeout_s(timeout_s: float | None) -> float | None:
         f"timeout: {_shown(timeout_s)} must be a number of seconds, more than 0 and at most {TIMEOUT_MAX_S}, "
         "or None for no limit"
     )
+
+
+def read_options(
+    options: RequestOptions, default_timeout_s: float | None
+) -> tuple[float | None, Mapping[str, Any]]:
+    """The timeout of a request, and the options that are sent as its fields. Raises InvalidArgumentError."""
+    if not options:
+        return default_timeout_s, NO_FIELDS
+    timeout_s = checked_timeout_s(options.get("timeout", default_timeout_s))
+    return timeout_s, optional_fields(options, timeout_s)
 
 
 def optional_fields(options: RequestOptions, timeout_s: float | None) -> dict[str, Any]:

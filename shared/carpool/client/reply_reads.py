@@ -54,7 +54,7 @@ class ReplyReads:
     def next_command(self, block_ms: int) -> Command:
         """The next XREAD. Over all streams it waits for `block_ms`; over some of them it does not wait."""
         together = max(1, self._read_bytes // self._entry_bytes)  # streams, of one entry each
-        channels = self._next_of_round(together) if together < len(self.channels) else self.channels
+        channels = self._next_in_round(together) if together < len(self.channels) else self.channels
         options: tuple[Any, ...] = ()
         if not channels or channels is self.channels:
             channels, options = self.channels, ("BLOCK", block_ms)
@@ -63,7 +63,7 @@ class ReplyReads:
         last_ids = [channel.last_id for channel in channels]
         return ("XREAD", "COUNT", self._count, *options, "STREAMS", *self._asked, *last_ids)
 
-    def _next_of_round(self, size: int) -> list[Channel]:
+    def _next_in_round(self, size: int) -> list[Channel]:
         """The channels to be read next without waiting; none after a round that has found nothing."""
         if self._at >= len(self.channels):
             self._at = 0
@@ -74,21 +74,21 @@ class ReplyReads:
         self._at += size
         return group
 
-    def take(
+    def on_reply(
         self, reply: Sequence[tuple[bytes, list[RawEntry]]] | None
     ) -> list[tuple[Channel, list[RawEntry]]]:
         """The entries of a reply, by channel. Moves the cursors, and learns how large entries are."""
-        taken = [(self._asked[stream], entries) for stream, entries in reply or () if entries]
-        for channel, entries in taken:
+        read = [(self._asked[stream], entries) for stream, entries in reply or () if entries]
+        for channel, entries in read:
             channel.last_id = entries[-1][0].decode()
             channel.untrimmed_entries += len(entries)
             self._entry_bytes = max(mean_bytes(entries), self._entry_bytes // SMALLER_AT_ONCE)
             self._round_found = True
-        if taken and self._read_bytes < READ_BYTES and len(taken[0][1]) == self._count < READ_ENTRIES:
+        if read and self._read_bytes < READ_BYTES and len(read[0][1]) == self._count < READ_ENTRIES:
             self._full_replies += 1
             if self._full_replies >= TWICE_AFTER:
                 self._read_bytes, self._full_replies = min(READ_BYTES, 2 * self._read_bytes), 0
-        return taken
+        return read
 
     def on_lost(self) -> None:
         """The connection was lost, perhaps because the reply was too large: ask for far less."""

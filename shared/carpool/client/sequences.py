@@ -15,29 +15,35 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-from collections.abc import Callable, Coroutine
+import secrets
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 from carpool.client.options import SEQUENCE_OPTIONS, RequestOptions, check_sequence_id
+from carpool.client.producer import Producer
 from carpool.errors import AbortedError, InvalidArgumentError
+
+F = TypeVar("F", asyncio.Future[Any], concurrent.futures.Future[Any])
 
 
 class SequenceProgress:
     """How far a sequence has come. Used on the event loop's thread.
 
     `next_options` has the options of the next request. If that can be sent, `on_sent` is called, and with its
-    outcome `on_done`. `losses` is how often the client has lost a connection.
+    outcome `on_done`.
     """
 
-    def __init__(self, model: str, sequence_id: str) -> None:
-        check_sequence_id(sequence_id)
+    def __init__(self, producer: Producer, model: str, sequence_id: str | None) -> None:
+        name = f"py-{secrets.token_hex(8)}" if sequence_id is None else sequence_id
+        check_sequence_id(name)
         self.model: Final = model
-        self.sequence_id: Final = sequence_id
+        self.sequence_id: Final = name
+        self._producer = producer
         self._why_over = "its block was not entered"  # why no request can be sent; empty if one can
         self._index = 0  # of the next request
         self._unanswered = 0
-        self._losses = 0  # when it began
+        self._losses = 0  # how often the producer had lost a connection when it began
         self._has_failed = False
         self._has_ended = False  # with the result of its last request
         self._pid = os.getpid()
@@ -62,6 +68,14 @@ class SequenceProgress:
                 "for them before it begins again"
             )
 
+    async def enter(self) -> None:
+        """Its block is entered: look its model up. From then on each request is sent when it is submitted."""
+        producer = self._producer
+        producer.packer.check_open()
+        if self.model not in producer.channels:
+            await producer.open_channel(self.model, producer.timeout_s)
+        self.begin()
+
     def begin(self) -> None:
         """The next request is the first one. Raises RuntimeError if earlier ones have no outcome yet."""
         self._check_process()
@@ -85,11 +99,11 @@ class SequenceProgress:
         }
         return {**options, **numbered}
 
-    def on_sent(self, losses: int, *, end: bool) -> int:
+    def on_sent(self, *, end: bool) -> int:
         """The request was sent. Returns its index."""
         index = self._index
         if index == 0:
-            self._losses = losses
+            self._losses = self._producer.packer.transport.losses
         if end:
             self._why_over = "it has ended; restart() begins it again"
         self._index += 1
@@ -105,38 +119,52 @@ class SequenceProgress:
             self._has_failed = True
             self._why_over = f"its request {index} failed ({error}); restart() begins it again"
 
-    def leave(self, losses: int) -> bool:
-        """No more requests. Returns whether the sequence is to be ended by force.
+    def end(self) -> None:
+        """No more requests. A sequence that has begun, and has not ended, is ended by force.
 
-        That is so even after its last request if a connection was lost meanwhile: requests that were sent
-        twice may be left over, and would wait for a sequence of the same name to begin.
+        So it is even after its last request if a connection was lost meanwhile: requests that were sent twice
+        may be left over, and would wait for a sequence of the same name to begin.
         """
         self._why_over = "its block was left"
-        if self.is_inherited:
-            return False
-        return self._index > 0 and not (self._has_ended and losses == self._losses)
+        producer, packer = self._producer, self._producer.packer
+        has_ended = self._has_ended and packer.transport.losses == self._losses
+        if self._index > 0 and not has_ended and not self.is_inherited:
+            packer.end_sequence(producer.channels[self.model], self.sequence_id)
+
+    def restart(self) -> None:
+        """End it, and begin again. Raises RuntimeError if requests have no outcome yet."""
+        self.check_answered()
+        self.end()
+        self.begin()
 
 
-class AsyncSequence:
-    """One sequence, for the time of an `async with`. See AsyncClient.sequence."""
+class _Sequence(Generic[F]):
+    """What AsyncSequence and BlockingSequence share."""
 
     def __init__(
         self,
         progress: SequenceProgress,
-        enter: Callable[[SequenceProgress], Coroutine[Any, Any, None]],
-        send: Callable[[SequenceProgress, Any, RequestOptions, bool], asyncio.Future[Any]],
-        end: Callable[[SequenceProgress], None],
+        send: Callable[[SequenceProgress, Any, RequestOptions, bool], F],
     ) -> None:
         self._progress = progress
-        self._enter = enter
-        self._send = send
-        self._end = end
-        self._in_flight: set[asyncio.Future[Any]] = set()
+        self._send: Callable[[SequenceProgress, Any, RequestOptions, bool], F] = send
+        self._in_flight: set[F] = set()
 
     @property
     def sequence_id(self) -> str:
         """Its name. No other producer may use the same one at the same time."""
         return self._progress.sequence_id
+
+    def submit(self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]) -> F:
+        """As `infer`, but return a future at once. The model gets the requests in the order of the calls."""
+        future = self._send(self._progress, body, options, end)
+        self._in_flight.add(future)
+        future.add_done_callback(self._in_flight.discard)
+        return future
+
+
+class AsyncSequence(_Sequence[asyncio.Future[Any]]):
+    """One sequence, for the time of an `async with`. See AsyncClient.sequence."""
 
     async def infer(self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]) -> Any:
         """Send the next request and return the model's result; options and errors as for AsyncClient.infer.
@@ -146,23 +174,12 @@ class AsyncSequence:
         """
         return await self.submit(body, end=end, **options)
 
-    def submit(
-        self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]
-    ) -> asyncio.Future[Any]:
-        """As `infer`, but return a future at once. The model gets the requests in the order of the calls."""
-        future = self._send(self._progress, body, options, end)
-        self._in_flight.add(future)
-        future.add_done_callback(self._in_flight.discard)
-        return future
-
     def restart(self) -> None:
         """Begin again with the next request. Raises RuntimeError if earlier ones have no result yet."""
-        self._progress.check_answered()
-        self._end(self._progress)
-        self._progress.begin()
+        self._progress.restart()
 
     async def __aenter__(self) -> Self:
-        await self._enter(self._progress)
+        await self._progress.enter()
         return self
 
     async def __aexit__(
@@ -173,31 +190,25 @@ class AsyncSequence:
             while kind is None and self._in_flight:
                 await asyncio.wait(self._in_flight)
         finally:
-            self._end(self._progress)
+            self._progress.end()
 
 
-class BlockingSequence:
-    """One sequence, for the time of a `with`, in which several threads may use it. See Client.sequence."""
+class BlockingSequence(_Sequence[concurrent.futures.Future[Any]]):
+    """One sequence, for the time of a `with`, in which several threads may use it. See Client.sequence.
+
+    `on_loop` calls a function on the event loop's thread, and waits for it.
+    """
 
     def __init__(
         self,
         progress: SequenceProgress,
-        enter: Callable[[SequenceProgress], None],
+        enter: Callable[[], None],
         send: Callable[[SequenceProgress, Any, RequestOptions, bool], concurrent.futures.Future[Any]],
-        restart: Callable[[SequenceProgress], None],
-        end: Callable[[SequenceProgress], None],
+        on_loop: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._progress = progress
+        super().__init__(progress, send)
         self._enter = enter
-        self._send = send
-        self._restart = restart
-        self._end = end
-        self._in_flight: set[concurrent.futures.Future[Any]] = set()
-
-    @property
-    def sequence_id(self) -> str:
-        """Its name. No other producer may use the same one at the same time."""
-        return self._progress.sequence_id
+        self._on_loop = on_loop
 
     def infer(self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]) -> Any:
         """Send the next request and return the model's result: see AsyncSequence.infer."""
@@ -208,21 +219,12 @@ class BlockingSequence:
             future.cancel()
             raise
 
-    def submit(
-        self, body: Any, *, end: bool = False, **options: Unpack[RequestOptions]
-    ) -> concurrent.futures.Future[Any]:
-        """As `infer`, but return a future at once. The model gets the requests in the order of the calls."""
-        future = self._send(self._progress, body, options, end)
-        self._in_flight.add(future)
-        future.add_done_callback(self._in_flight.discard)
-        return future
-
     def restart(self) -> None:
         """Begin again with the next request. Raises RuntimeError if earlier ones have no result yet."""
-        self._restart(self._progress)
+        self._on_loop(self._progress.restart)
 
     def __enter__(self) -> Self:
-        self._enter(self._progress)
+        self._enter()
         return self
 
     def __exit__(
@@ -233,4 +235,4 @@ class BlockingSequence:
             while kind is None and self._in_flight and not self._progress.is_inherited:
                 concurrent.futures.wait(self._in_flight.copy())
         finally:
-            self._end(self._progress)
+            self._on_loop(self._progress.end)

@@ -1,6 +1,7 @@
 """Where results go: to a future for each request, to a window of them in order, or to one array.
 
-Each request has a target, which its sink gets with the result: a future, or the request's number.
+Each request has a target, which its sink gets with the result: a future, or the request's number. A sink gets
+results as they came, in envelopes or in columns, and decodes them with a ResultReader.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from carpool.client.reading import ResultReader
 from carpool.errors import CarpoolError
+from carpool.messages.results import ResultColumns
 from carpool.wire.tensors import Array
 
 _LOG: Final = logging.getLogger("carpool.client")
 COLUMN_KEPT_BYTES_MAX: Final = 256 * 1024
+
+Envelope = dict[str, Any]  # of a result or a chunk, checked by `wire.results.check_envelope`
 
 
 class Reply(NamedTuple):
@@ -34,22 +39,62 @@ class Reply(NamedTuple):
     first_us: int | None = None
 
 
-Served = tuple[int, int, int]  # batch_size, queue_us, compute_us
+class Sink:
+    """Takes the results of requests. Each has one, in an envelope or in columns, or an error instead."""
 
+    takes_chunks = False  # its requests are sent as streams
 
-class Sink(Protocol):
-    """Takes the results of requests. Each has one result: a row of an array, another value, or an error."""
+    def put(self, target: Any, envelope: Envelope) -> None:
+        """Take a result of any status."""
+        raise NotImplementedError
 
-    def put(self, correlation_id: str, target: Any, value: Any, served: Served) -> None:
-        """Take a value."""
+    def put_columns(self, targets: Sequence[Any], columns: ResultColumns) -> None:
+        """Take the results of several requests, all OK, in the order of their targets."""
+        for target, result in zip(targets, columns.results(), strict=True):
+            self.put(target, result._asdict())
 
-    def put_rows(
-        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
-    ) -> None:
-        """Take values that are the rows of an array."""
+    def put_chunk(self, target: Any, envelope: Envelope) -> None:
+        """Take a chunk, if it takes chunks. Raises CarpoolError if it is unusable: then the request fails."""
+        raise NotImplementedError
 
     def fail(self, target: Any, error: CarpoolError) -> None:
-        """Take an error."""
+        """Take an error instead of a result."""
+        raise NotImplementedError
+
+
+class DecodingSink(Sink):
+    """Takes values. A result that is not OK, or that cannot be decoded, is an error."""
+
+    def __init__(self, reader: ResultReader) -> None:
+        self._reader = reader
+
+    def put(self, target: Any, envelope: Envelope) -> None:
+        """Decode a result."""
+        try:
+            value = self._reader.value(envelope)
+        except CarpoolError as error:
+            self.fail(target, error)
+        else:
+            self.put_value(target, value, envelope)
+
+    def put_columns(self, targets: Sequence[Any], columns: ResultColumns) -> None:
+        """Decode results: all at once, if they are the rows of an array."""
+        try:
+            array = self._reader.array(columns)
+        except CarpoolError:
+            array = None  # each result fails by itself
+        if array is None:
+            super().put_columns(targets, columns)
+        else:
+            self.put_rows(targets, array, columns)
+
+    def put_value(self, target: Any, value: Any, envelope: Envelope) -> None:
+        """Take the value of this envelope."""
+        raise NotImplementedError
+
+    def put_rows(self, targets: Sequence[Any], array: Array, columns: ResultColumns) -> None:
+        """Take the values of these columns, which are the rows of an array."""
+        raise NotImplementedError
 
 
 def rows_of(array: Array) -> list[Array]:
@@ -71,21 +116,15 @@ def _views(array: Array) -> list[Array]:
     return list(array) if array.ndim > 1 else [array[at, ...] for at in range(len(array))]
 
 
-class FutureSink:
+class FutureSink(DecodingSink):
     """A future for each request, which gets the value."""
 
-    def put(self, correlation_id: str, target: asyncio.Future[Any], value: Any, served: Served) -> None:
+    def put_value(self, target: asyncio.Future[Any], value: Any, envelope: Envelope) -> None:
         """Resolve the future, unless it was cancelled."""
         if not target.done():
             target.set_result(value)
 
-    def put_rows(
-        self,
-        correlation_ids: Sequence[str],
-        targets: list[asyncio.Future[Any]],
-        array: Array,
-        served: Served,
-    ) -> None:
+    def put_rows(self, targets: Sequence[asyncio.Future[Any]], array: Array, columns: ResultColumns) -> None:
         """Resolve each future with its row."""
         for target, row in zip(targets, rows_of(array), strict=True):
             if not target.done():
@@ -97,16 +136,14 @@ class FutureSink:
             target.set_exception(error)
 
 
-class ThreadFutureSink:
+class ThreadFutureSink(DecodingSink):
     """A `concurrent.futures.Future` for each request, which gets the value."""
 
-    def put(self, correlation_id: str, target: Future[Any], value: Any, served: Served) -> None:
+    def put_value(self, target: Future[Any], value: Any, envelope: Envelope) -> None:
         """Resolve the future, unless it was cancelled."""
         resolve_future(target, value)
 
-    def put_rows(
-        self, correlation_ids: Sequence[str], targets: list[Future[Any]], array: Array, served: Served
-    ) -> None:
+    def put_rows(self, targets: Sequence[Future[Any]], array: Array, columns: ResultColumns) -> None:
         """Resolve each future with its row."""
         for target, row in zip(targets, rows_of(array), strict=True):
             resolve_future(target, row)
@@ -143,27 +180,42 @@ def _on_callback_error() -> None:
 class ReplySink(FutureSink):
     """A future for each request, which gets a Reply."""
 
-    def put(self, correlation_id: str, target: asyncio.Future[Any], value: Any, served: Served) -> None:
+    def put_value(self, target: asyncio.Future[Any], value: Any, envelope: Envelope) -> None:
         """Resolve the future, unless it was cancelled."""
         if not target.done():
-            target.set_result(Reply(value, correlation_id, *served))
+            target.set_result(reply_of(value, envelope))
 
-    def put_rows(
-        self,
-        correlation_ids: Sequence[str],
-        targets: list[asyncio.Future[Any]],
-        array: Array,
-        served: Served,
-    ) -> None:
+    def put_rows(self, targets: Sequence[asyncio.Future[Any]], array: Array, columns: ResultColumns) -> None:
         """Resolve each future with its row."""
-        for correlation_id, target, row in zip(correlation_ids, targets, rows_of(array), strict=True):
-            self.put(correlation_id, target, row, served)
+        for target, reply in zip(targets, replies_of(array, columns), strict=True):
+            if not target.done():
+                target.set_result(reply)
 
 
-class _Numbered:
+def reply_of(value: Any, envelope: Envelope) -> Reply:
+    """The Reply of an envelope that has this value."""
+    return Reply(
+        value,
+        envelope["correlation_id"],
+        envelope["batch_size"],
+        envelope["queue_us"],
+        envelope["compute_us"],
+        envelope.get("first_us"),
+    )
+
+
+def replies_of(array: Array, columns: ResultColumns) -> list[Reply]:
+    """The Replies of columns whose values are the rows of an array."""
+    served = (columns.batch_size, columns.queue_us, columns.compute_us)
+    rows = zip(columns.correlation_ids, rows_of(array), strict=True)
+    return [Reply(row, correlation_id, *served) for correlation_id, row in rows]
+
+
+class _Numbered(DecodingSink):
     """Numbers requests from 0, and wakes one waiter when something that it waits for has changed."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, reader: ResultReader, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(reader)
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
         self.sent = 0
@@ -188,8 +240,8 @@ class _Numbered:
 class Window(_Numbered):
     """Results that one reader takes in the order of their requests, one by one."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop)
+    def __init__(self, reader: ResultReader, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(reader, loop)
         self._results: dict[int, Any] = {}  # those not taken, by number
         self._taken = 0
 
@@ -209,31 +261,34 @@ class Window(_Numbered):
         self._taken += 1
         return self._results.pop(self._taken - 1)
 
-    def put(self, correlation_id: str, target: int, value: Any, served: Served) -> None:
-        """Keep a result until it is taken."""
-        self._results[target] = value
-        if target == self._taken:
-            self._wake()
+    def put_value(self, target: int, value: Any, envelope: Envelope) -> None:
+        """Keep a value until it is taken."""
+        self._keep(target, value)
 
-    def put_rows(
-        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
-    ) -> None:
-        """Keep the results until they are taken."""
+    def put_rows(self, targets: Sequence[int], array: Array, columns: ResultColumns) -> None:
+        """Keep the values until they are taken."""
         self._results.update(zip(targets, rows_of(array), strict=True))
         if self._taken in self._results:
             self._wake()
 
     def fail(self, target: int, error: CarpoolError) -> None:
         """Keep an error until it is taken."""
-        self.put("", target, error, (0, 0, 0))
+        self._keep(target, error)
+
+    def _keep(self, target: int, result: Any) -> None:
+        self._results[target] = result
+        if target == self._taken:
+            self._wake()
 
 
 class Gathering(_Numbered):
     """All results of `infer_many`: the rows of one array as long as all have one layout, else a list."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, size: int | None, keep_errors: bool) -> None:
+    def __init__(
+        self, reader: ResultReader, loop: asyncio.AbstractEventLoop, *, size: int | None, keep_errors: bool
+    ) -> None:
         """`size`: the number of requests, if an array is wanted. `keep_errors`: they are results, too."""
-        super().__init__(loop)
+        super().__init__(reader, loop)
         self._size = size
         self._keep_errors = keep_errors
         self._array: Array | None = None
@@ -264,18 +319,19 @@ class Gathering(_Numbered):
             return array
         return [others[number] if number in others else array[number, ...] for number in range(self.sent)]
 
-    def put(self, correlation_id: str, target: int, value: Any, served: Served) -> None:
+    def put_value(self, target: int, value: Any, envelope: Envelope) -> None:
         """Keep a value; an array as a row."""
         if type(value) is np.ndarray:
-            self.put_rows([correlation_id], [target], value[np.newaxis], served)
+            self._keep_rows([target], value[np.newaxis])
         else:
             self._others[target] = value
             self._settle(1)
 
-    def put_rows(
-        self, correlation_ids: Sequence[str], targets: list[Any], array: Array, served: Served
-    ) -> None:
+    def put_rows(self, targets: Sequence[int], array: Array, columns: ResultColumns) -> None:
         """Copy the rows into the array."""
+        self._keep_rows(targets, array)
+
+    def _keep_rows(self, targets: Sequence[int], array: Array) -> None:
         if self._size is not None and self._array is None:
             self._array = np.empty((self._size, *array.shape[1:]), array.dtype)
         ours = self._array

@@ -15,8 +15,9 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from carpool.client.sinks import Reply, Served, rows_of
+from carpool.client.sinks import DecodingSink, Envelope, Reply, replies_of, reply_of
 from carpool.errors import CancelledRequestError, InternalError
+from carpool.messages.results import ResultColumns
 from carpool.wire.tensors import Array
 
 
@@ -82,31 +83,25 @@ class StreamTarget:
         )
 
 
-class StreamSink:
+class StreamSink(DecodingSink):
     """A StreamTarget for each request. Requests whose results go to this sink are sent as streams."""
 
-    def put_chunk(self, target: StreamTarget, index: int, values: Sequence[Any]) -> None:
+    takes_chunks = True
+
+    def put_chunk(self, target: StreamTarget, envelope: Envelope) -> None:
         """Pass the values of a chunk on. Raises InternalError if some chunks before it are missing."""
-        target.put_chunk(index, values)
+        value = self._reader.value(envelope)
+        # Values that were merged without being concatenated are as many chunks for the reader.
+        target.put_chunk(envelope["index"], value if "values" in envelope else (value,))
 
-    def put(
-        self,
-        correlation_id: str,
-        target: StreamTarget,
-        value: Any,
-        served: Served,
-        index: int | None = None,
-        first_us: int | None = None,
-    ) -> None:
-        """Pass the final result on, with `index` and `first_us` of its envelope."""
-        target.put_output(Reply(value, correlation_id, *served, first_us), index)
+    def put_value(self, target: StreamTarget, value: Any, envelope: Envelope) -> None:
+        """Pass the final result on."""
+        target.put_output(reply_of(value, envelope), envelope.get("index"))
 
-    def put_rows(
-        self, correlation_ids: Sequence[str], targets: list[StreamTarget], array: Array, served: Served
-    ) -> None:
+    def put_rows(self, targets: Sequence[StreamTarget], array: Array, columns: ResultColumns) -> None:
         """Pass on each row as a final result. Only models that do not step answer with columns."""
-        for correlation_id, target, row in zip(correlation_ids, targets, rows_of(array), strict=True):
-            self.put(correlation_id, target, row, served)
+        for target, reply in zip(targets, replies_of(array, columns), strict=True):
+            target.put_output(reply, None)
 
     def fail(self, target: StreamTarget, error: Exception) -> None:
         """Pass an error on."""
@@ -266,12 +261,12 @@ class Stream(_Reader):
         self,
         target: StreamTarget,
         close: Callable[[StreamTarget], None],  # on any thread
-        take: Callable[[SimpleQueue[Any]], Any],  # waits for an item
+        next_item: Callable[[SimpleQueue[Any]], Any],  # waits for an item
     ) -> None:
         super().__init__(target)
         self._queue: Any = target.queue
         self._close = close
-        self._take = take
+        self._next_item = next_item
 
     def __iter__(self) -> _Loop:
         return _Loop(self)
@@ -282,7 +277,7 @@ class Stream(_Reader):
             self._check_not_left()
             raise StopIteration
         try:
-            item = self._take(self._queue)
+            item = self._next_item(self._queue)
         except BaseException:  # such as Ctrl-C
             self.close()
             raise

@@ -78,22 +78,23 @@ class _Submission(NamedTuple):
 class _ThreadClient(AsyncClient):
     """AsyncClient with requests of other threads, whose results go to the futures of these threads."""
 
-    _thread_futures = ThreadFutureSink()
+    def __init__(
+        self, url: str | None, *, prefix: str | None, timeout: float | None, durability: str
+    ) -> None:
+        super().__init__(url, prefix=prefix, timeout=timeout, durability=durability)
+        # The parent's thread may have held the lock of a future. Waits look at the process.
+        self._producer.fails_inherited = False
+        self._thread_futures = ThreadFutureSink(self._reader)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is to be sent, or has no result."""
-        return not self._awaited and not self._collected
-
-    def _fail_inherited(self) -> None:
-        """Not here: the parent's thread may have held the lock of a future. Waits look at the process."""
+        return self._packer.is_idle
 
     def on_loop_end(self, why: str) -> None:
         """The event loop has stopped, perhaps while requests waited: these fail."""
-        self._closed = True
-        self._transport.abandon()
-        self._awaited.fail_all(why)
-        self._timeouts.close()
+        self._packer.abandon()
+        self._packer.fail_all(why)
 
     async def send_to_new_model(self, submission: _Submission) -> None:
         """Look the model up, then send the request."""
@@ -130,35 +131,21 @@ class _ThreadClient(AsyncClient):
     def _run_on_loop(self, on_done: Callable[[Any], None], future: Future[Any]) -> None:
         """A future is done. It has its result on the loop's thread; another thread may have cancelled it."""
         if future.cancelled():
-            self._loop.call_soon_threadsafe(on_done, future)
+            self._packer.loop.call_soon_threadsafe(on_done, future)
         else:
             on_done(future)
 
-    def take(self, body: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
+    def snapshot(self, body: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
         """The body and options of a request as they are now. On any thread."""
-        return self._encoder.take(body, options)
+        return self._encoder.snapshot(body, options)
 
-    def take_each(self, bodies: Iterable[Any], options: RequestOptions) -> list[Any]:
+    def snapshot_each(self, bodies: Iterable[Any], options: RequestOptions) -> list[Any]:
         """The bodies of requests as they are now. On any thread."""
-        return self._encoder.take_each(bodies, options)
+        return self._encoder.snapshot_each(bodies, options)
 
     def new_sequence(self, model: str, sequence_id: str | None) -> SequenceProgress:
         """On any thread."""
-        return self._sequence_progress(model, sequence_id)
-
-    async def enter_sequence(self, sequence: SequenceProgress) -> None:
-        """Its block is entered."""
-        await self._enter_sequence(sequence)
-
-    async def restart_sequence(self, sequence: SequenceProgress) -> None:
-        """It begins again. Raises RuntimeError if requests have no result yet."""
-        sequence.check_answered()
-        self._end_sequence(sequence)
-        sequence.begin()
-
-    async def end_sequence(self, sequence: SequenceProgress) -> None:
-        """Its block is left."""
-        self._end_sequence(sequence)
+        return SequenceProgress(self._producer, model, sequence_id)
 
     def close_stream(self, target: StreamTarget) -> None:
         """The reader of a stream wants no more: withdraw its request."""
@@ -167,7 +154,7 @@ class _ThreadClient(AsyncClient):
     def _on_done(self, correlation_id: str, future: Future[Any]) -> None:
         """Runs on any thread."""
         if future.cancelled():
-            self._loop.call_soon_threadsafe(self._withdraw, correlation_id, future)
+            self._packer.loop.call_soon_threadsafe(self._packer.withdraw, correlation_id, future)
 
 
 class _ClientThread:
@@ -207,7 +194,7 @@ class _ClientThread:
         """Send a request soon, as its body and options are now. All that is submitted until the loop wakes is
         sent together."""
         if options or type(body) not in CONSTANT_TYPES:
-            body, options = self.client.take(body, options)
+            body, options = self.client.snapshot(body, options)
         self._submitted.append(_Submission(target, model, body, options, sequence, ends))
         if not self._submission_scheduled:
             self._submission_scheduled = True
@@ -417,7 +404,7 @@ class Client:
         """As `infer`, but return a future at once. Cancelling it withdraws the request."""
         if "retries" in options:
             client = self._client
-            body, options = client.take(body, options)
+            body, options = client.snapshot(body, options)
             return self._start(client.infer(model, body, **options), self._own.timeout_s(options))
         thread = self._open
         future = thread.new_future(options)
@@ -439,7 +426,7 @@ class Client:
         """
         bodies = bodies_to_send(bodies, "infer_many")
         if not isinstance(bodies, np.ndarray):  # here: an iterator may block, which would delay other threads
-            bodies = self._client.take_each(bodies, options)
+            bodies = self._client.snapshot_each(bodies, options)
         return self._wait(
             self._start(
                 self._client.infer_many(
@@ -484,8 +471,8 @@ class Client:
         thread = self._open
         target = StreamTarget(new_queue())
         thread.submit(target, model, body, options)
-        take = partial(thread.thread.take, limit_s=thread.timeout_s(options))
-        return Stream(target, thread.close_stream, take)
+        next_item = partial(thread.thread.next_item, limit_s=thread.timeout_s(options))
+        return Stream(target, thread.close_stream, next_item)
 
     def sequence(self, model: str, sequence_id: str | None = None) -> BlockingSequence:
         """A sequence of requests to a model that keeps a state between them, for a `with`; as
@@ -497,13 +484,12 @@ class Client:
             thread.submit(future, model, body, options, progress, end)
             return future
 
-        client, limit_s = self._client, self._own.timeout_s({})
+        progress, limit_s = self._client.new_sequence(model, sequence_id), self._own.timeout_s({})
         return BlockingSequence(
-            client.new_sequence(model, sequence_id),
-            lambda progress: self._wait(self._start(client.enter_sequence(progress), limit_s)),
+            progress,
+            lambda: self._wait(self._start(progress.enter(), limit_s)),
             submit,
-            lambda progress: self._wait(self._start(client.restart_sequence(progress))),
-            lambda progress: self._wait(self._start(client.end_sequence(progress))),
+            lambda function: self._wait(self._start(_called(function))),
         )
 
     def wait_ready(self, model: str, timeout: float | None = None) -> None:
@@ -549,3 +535,7 @@ class Client:
             return self._wait(future)
         error = future.exception()
         return future.result() if error is None else error
+
+
+async def _called(function: Callable[[], None]) -> None:
+    function()

@@ -65,7 +65,7 @@ class _Transaction:
         self.error: CommandError | None = None  # the first; that of EXEC only says that there was one
         self._replies_left = commands
 
-    def take(self, reply: Any) -> bool:
+    def on_reply(self, reply: Any) -> bool:
         """Take the next reply. Returns whether it is the last."""
         self._replies_left -= 1
         if self.error is None:
@@ -131,7 +131,7 @@ class Transport:
         self._unsent_bytes = 0  # of the writer, when that was checked last
         self._outbox_checked_at = OUTBOX_CHECKED_MIN  # entries
         self._outbox_requests = self._outbox_bytes = 0  # while there is no connection
-        self.is_full = False  # there is no connection, and no more requests are taken
+        self.is_full = False  # there is no connection, and no more requests are accepted
         self._flush_scheduled = False
         self._connected = False
         self._connected_at_s = 0.0
@@ -224,7 +224,7 @@ class Transport:
         self.is_full = self._outbox_bytes > OUTBOX_BYTES_MAX or self._outbox_requests > OUTBOX_REQUESTS_MAX
 
     def full_error(self) -> UnavailableError:
-        """Why no more requests are taken."""
+        """Why no more requests are accepted."""
         return UnavailableError(
             f"no connection to Redis ({self.connection_error}), and {self._outbox_requests} requests of "
             f"{self._outbox_bytes} bytes already wait to be sent: try again later"
@@ -348,7 +348,7 @@ class Transport:
                 LinkError(f"Redis sent nothing for {SILENCE_MAX_S:g} s, so the connection was closed")
             )
         elif not self._is_confirming and any(channel.untrimmed_entries for channel in self._reads.channels):
-            self._writer.write(self._take_parts(trim=True))
+            self._writer.write(self._parts_to_write(trim=True))
 
     def _is_silent(self, now_s: float) -> bool:
         """Whether a reply has been due for too long. A connection may be dead without being closed."""
@@ -383,14 +383,14 @@ class Transport:
             self._flush_scheduled = True
             self._loop.call_later(CONGESTION_PAUSE_S, self._flush)
             return
-        parts = self._take_parts()
+        parts = self._parts_to_write()
         if parts:
             self._writer.write(parts)
 
-    def _take_parts(self, *, trim: bool = False) -> list[bytes]:
+    def _parts_to_write(self, *, trim: bool = False) -> list[bytes]:
         """Everything to be written now, encoded. Appends a waiter for each command, in the same order."""
         parts: list[bytes] = []
-        written = self._take_outbox(parts)
+        written = self._encode_outbox(parts)
         if written and self._durability.command is not None:
             parts += encoded([self._durability.command])
             self._waiters.append(_Confirmation(written))
@@ -413,7 +413,7 @@ class Transport:
                 self._waiters.append(None)
         return parts
 
-    def _take_outbox(self, parts: list[bytes]) -> list[OutgoingEntry]:
+    def _encode_outbox(self, parts: list[bytes]) -> list[OutgoingEntry]:
         """Add what is in the outbox to the parts. Returns the entries of requests among it.
 
         An entry that cannot be encoded fails alone: it would fail each time, and those that are written with
@@ -425,14 +425,14 @@ class Transport:
         for entry in outbox:
             try:
                 commands = entry.commands(self._name)
-                of_entry = encoded(commands)
+                entry_parts = encoded(commands)
             except Exception as error:
                 if isinstance(entry, OutgoingEntry):
                     unencodable.append((entry, _not_encodable("the request", error)))
                 continue
             if commands:
                 entry.sent = True
-                parts += of_entry
+                parts += entry_parts
                 self._waiters.append(_waiter(entry, len(commands)))
                 if isinstance(entry, OutgoingEntry):
                     written.append(entry)
@@ -443,36 +443,27 @@ class Transport:
     def _on_reply(self, reply: Any) -> None:
         """Redis's reply to the oldest command without one."""
         waiter = self._waiters[0]
-        if isinstance(waiter, _Transaction) and not waiter.take(reply):
-            return
+        if isinstance(waiter, _Transaction):
+            if not waiter.on_reply(reply):
+                return
+            reply, waiter = waiter.error, waiter.entry
         self._waiters.popleft()
         if isinstance(waiter, OutgoingEntry):
-            self._on_entry_reply(waiter, reply)
-        elif isinstance(waiter, _Transaction):
-            self._on_entry_reply(waiter.entry, waiter.error)
+            if isinstance(reply, CommandError):
+                self._on_rejected(waiter, failure("Redis did not accept the request", reply))
+            else:
+                self._has_accepted = True
         elif isinstance(waiter, _Confirmation):
-            self._on_confirmation(waiter, reply)
+            if missing := self._durability.missing(reply):
+                for entry in waiter.entries:
+                    self._on_rejected(entry, UnconfirmedError(missing))
+            self._is_confirming = False
+            self._schedule_flush()
         elif isinstance(waiter, _Trimming):
             if not isinstance(reply, CommandError):
                 on_trimmed(*waiter)
         elif waiter is not None and not waiter.done():
             waiter.set_result(reply)
-
-    def _on_confirmation(self, confirmation: _Confirmation, reply: Any) -> None:
-        """Redis replied to the command that confirms these entries."""
-        missing = self._durability.missing(reply)
-        if missing:
-            for entry in confirmation.entries:
-                self._on_rejected(entry, UnconfirmedError(missing))
-        self._is_confirming = False
-        self._schedule_flush()
-
-    def _on_entry_reply(self, entry: OutgoingEntry, reply: Any) -> None:
-        """Redis accepted or rejected an entry."""
-        if isinstance(reply, CommandError):
-            self._on_rejected(entry, failure("Redis did not accept the request", reply))
-        else:
-            self._has_accepted = True
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -490,10 +481,10 @@ class Transport:
                     self._on_rejected(entry, error)
             self._on_connection_lost(LinkError(f"cannot read the reply stream: {reply}"))
             return
-        taken = self._reads.take(reply)
-        if taken and self._has_accepted:
+        read = self._reads.on_reply(reply)
+        if read and self._has_accepted:
             self._reconnections = 0
-        for channel, entries in taken:
+        for channel, entries in read:
             for _, flat in entries:
                 if self._on_results(flat):
                     channel.has_chunks = True

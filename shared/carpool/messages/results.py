@@ -61,6 +61,11 @@ class ResultColumns(NamedTuple):
         """Each result by itself."""
         return _results(self.correlation_ids, self.content_type, self.rows, self[3:])
 
+    def select(self, positions: Sequence[int]) -> ResultColumns:
+        """The results at these positions, copied."""
+        ids = self.correlation_ids
+        return self._replace(correlation_ids=[ids[at] for at in positions], rows=self.rows.select(positions))
+
 
 class RunResults(NamedTuple):
     """Results of requests of one run of a batch, which all succeeded.

@@ -124,6 +124,20 @@ class Single(Echo):
     max_batch_size = 1
 
 
+class Noting:
+    """Executes one request at a time, and notes the `name` of each in the file `notes` that it names."""
+
+    max_batch_size = 1
+
+    def predict(self, batch: list[dict[str, str]]) -> list[str]:
+        for body in batch:
+            with Path(body["notes"]).open("a") as notes:
+                notes.write(body["name"] + "\n")
+            if GATE in body:
+                wait_at(Path(body[GATE]))
+        return [body["name"] for body in batch]
+
+
 class Few(Single):
     """At most two requests may wait."""
 

@@ -1,15 +1,24 @@
-"""The figures of a model, computed from two samples of it. Pure: no I/O.
+"""The figures of models: their load, rates and latencies, computed from two samples of each.
 
 Rates and shares cover the time between the two samples. Where the earlier one is from another batcher, or
-there is none, they cover the time since the batcher became active.
+there is none, they cover the time since the batcher became active. All of it comes from the reports of
+batchers in Redis, so every program finds the same figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
+from carpool.errors import UnavailableError
+from carpool.store.connection import CommandError
+from carpool.store.directory import Directory
 from carpool.wire.report import BatcherReport, SequencesReport
+
+INTERVAL_S: Final = 1.0
+SAMPLES_MAX: Final = 6  # rates cover the time from the oldest of them to the newest: 5 s
 
 
 class ModelSample(NamedTuple):
@@ -23,6 +32,10 @@ class ModelSample(NamedTuple):
     report: BatcherReport | None = None
     dead: int = 0  # dead letters
     loading: bool = False  # a worker loads it
+
+
+Sample = Mapping[str, ModelSample]
+"""Every model at one time, by name."""
 
 
 class Requests(NamedTuple):
@@ -227,3 +240,82 @@ def _per_s(number: int, over_s: float) -> float | None:
 def _quantiles_ms(quantiles_us: tuple[int, int] | None) -> tuple[float, float] | tuple[None, None]:
     """p50 and p99."""
     return (None, None) if quantiles_us is None else (quantiles_us[0] / 1000, quantiles_us[1] / 1000)
+
+
+def compare(before: Sample, now: Sample) -> list[Figures]:
+    """The figures of each model of the later sample, compared with the earlier one."""
+    return [figures(model, before.get(model), sample) for model, sample in now.items()]
+
+
+# --- from Redis --------------------------------------------------------------------------------------------
+
+
+def take_sample(directory: Directory, only_model: str = "") -> Sample:
+    """Every model that is registered or loaded for the first time, or only one, as it is now. Empty if that
+    one is neither. Raises UnavailableError."""
+    models = directory.models()
+    if not only_model:
+        sampled = sorted([*models, *directory.loading(models)])
+    else:
+        sampled = [only_model] if only_model in models or directory.is_loading(only_model) else []
+    return {model: _sample_model(directory, model) for model in sampled}
+
+
+def _sample_model(directory: Directory, model: str) -> ModelSample:
+    overview = directory.overview(model)
+    report = None if overview.report is None else BatcherReport.decode(overview.report)
+    oldest_s = None
+    if overview.waiting_entries and not (overview.batcher and report):
+        oldest_s = _oldest_s(directory, model, overview.at_us)
+    return ModelSample(
+        overview.waiting_entries,
+        oldest_s,
+        overview.batches_in_flight,
+        overview.model_processes,
+        overview.batcher,
+        report,
+        overview.dead,
+        overview.loading,
+    )
+
+
+def _oldest_s(directory: Directory, model: str, now_us: int) -> float | None:
+    """The age of the stream's first entry, if no batcher reports it; None if the ACL forbids reading it."""
+    try:
+        arrival_us = directory.oldest_arrival_us(model)
+    except CommandError:
+        return None
+    return None if arrival_us is None else max(0, now_us - arrival_us) / 1e6
+
+
+class RecentFigures:
+    """The figures of all models, of the last SAMPLES_MAX samples.
+
+    `update` blocks. A program with an event loop runs `follow` as a task.
+    """
+
+    def __init__(self, sample_now: Callable[[], Sample], *samples: Sample) -> None:
+        self._sample_now = sample_now
+        self._samples = deque(samples, SAMPLES_MAX)
+        self.error = ""  # why there is no newer sample, if Redis did not answer
+
+    @property
+    def figures(self) -> list[Figures]:
+        """Those of each model; none before there is a sample."""
+        samples = self._samples
+        return compare(samples[0], samples[-1]) if samples else []
+
+    def update(self) -> None:
+        """Take a sample. While Redis does not answer, the last figures remain."""
+        try:
+            self._samples.append(self._sample_now())
+            self.error = ""
+        except UnavailableError as unavailable:
+            self.error = str(unavailable)
+
+    async def follow(self) -> None:
+        """Take a sample each INTERVAL_S, for ever, on a thread: the event loop is not blocked. Raises
+        CommandError if the user may not read reports."""
+        while True:
+            await asyncio.to_thread(self.update)
+            await asyncio.sleep(INTERVAL_S)
