@@ -87,6 +87,7 @@ class Session:
         self._reader = reader
         settled_after = store.last_settled_id()
         self.scheduler = _scheduler(settings, snapshot)
+        self._follow_settings()
         self._order = ResultOrder(store, self.scheduler, snapshot.waiting_entries)
         self._adopt_what_is_in_flight()
         last_id = store.last_waiting_id()
@@ -119,8 +120,7 @@ class Session:
         than its place."""
         store, scheduler = self._store, self.scheduler
         in_flight = [_as_in_flight(batch) for batch in store.batches_in_flight()]
-        store.has_sequences = scheduler.kind.has_sequences
-        if store.has_sequences:  # after the batches: what these kept is known then
+        if scheduler.kind.has_sequences:  # after the batches: what these kept is known then
             is_bound = scheduler.kind is ModelKind.BOUND
             scheduler.sequences.load(store.kept_sequences(with_processes=is_bound))
         for batch_id, dispatch, dispatched_us in in_flight:
@@ -323,9 +323,7 @@ class Session:
             dispatches,
             scheduler.settings.result_ttl_ms,
             self._order.take_arrivals(),
-            scheduler.step_settings,
-            scheduler.settings.max_execution_ms,
-            scheduler.settings.max_result_bytes,
+            self._settings_of_batches,
         )
         self._follow(changes)
         dispatched: list[Dispatch] = []
@@ -377,6 +375,7 @@ class Session:
             if kind.has_sequences or scheduler.kind.has_sequences:
                 raise ModelKindChangedError("another kind of model has this name now")
             scheduler.kind = kind
+            self._follow_settings()
         self.wake_at_us = now_us
         before = scheduler.model_processes
         scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
@@ -409,7 +408,14 @@ class Session:
         if settings.policy != scheduler.settings.policy:
             scheduler.custom_policy = self._settings.custom_policy
         before, scheduler.settings = scheduler.settings, settings
+        self._follow_settings()
         self._log.info("settings changed", **before.changes_to(settings))
+
+    def _follow_settings(self) -> None:
+        """The scheduler has these settings, and this kind of model, from now on: so have batches."""
+        scheduler = self.scheduler
+        self._store.kind = scheduler.kind
+        self._settings_of_batches = scheduler.step_settings or scheduler.settings.for_batches()
 
     def report(self) -> str:
         """The report for observers, to be published now."""

@@ -20,7 +20,7 @@ from carpool.messages.batches import Batch, Dispatch, tickets_of_each
 from carpool.messages.requests import Entry, Run
 from carpool.messages.results import UNANSWERED, Refusal, Result
 from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
-from carpool.model_settings import RESULT_BYTES_DEFAULT
+from carpool.model_settings import ModelKind
 from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
@@ -131,7 +131,7 @@ class BatcherStore:
         self.keys = keys
         self.clock = clock or RedisClock()
         self.name = ""  # of the batcher, which must hold the lease to refuse requests; if empty, it need not
-        self.has_sequences = False  # then it must hold the lease to dispatch them, too
+        self.kind = ModelKind.PLAIN  # if it has sequences, it must hold the lease to dispatch them, too
 
     def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
@@ -229,17 +229,14 @@ class BatcherStore:
         dispatches: Sequence[Dispatch],
         result_ttl_ms: int,
         arrivals: Sequence[TicketRange] = (),
-        step_settings: str = "",
-        max_execution_ms: int | None = None,
-        max_result_bytes: int = RESULT_BYTES_DEFAULT,
+        settings: str = "",
     ) -> DispatchOutcome:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
 
         One script, because batches share entries. It has a batch for each model process that can take one,
         and together they have at most what may wait, `max_queue_size` and `max_queue_bytes`.
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
-        `step_settings`: of a stepping model, what its worker needs (`ModelSettings.for_steps`);
-        `max_execution_ms`, `max_result_bytes`: of another one, its settings.
+        `settings`: those that its worker needs (`ModelSettings.for_steps` and `for_batches`).
         Raises NotActiveError and ProcessLeftError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
@@ -250,16 +247,11 @@ class BatcherStore:
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         keys = self.keys
         script_keys = ScriptKeys(keys.requests, keys.batches, keys.tickets, keys.order)
-        only_active_as = self.name if self.has_sequences else ""
+        only_active_as = self.name if self.kind.has_sequences else ""
         if only_active_as:
             script_keys.keys += [keys.batcher, keys.workers]
         of_model: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
-        if step_settings:
-            of_model += ["settings", step_settings]
-        else:
-            of_model += [] if max_execution_ms is None else ["max_execution_ms", max_execution_ms]
-            is_default = max_result_bytes == RESULT_BYTES_DEFAULT
-            of_model += [] if is_default else ["max_result_bytes", max_result_bytes]
+        of_model += ["settings", settings] if settings else []
         batches = [self._batch_element(dispatch, indexes, of_model, script_keys) for dispatch in dispatches]
         args: list[Argument] = [_arrivals_arg(arrivals), only_active_as]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
@@ -295,8 +287,7 @@ class BatcherStore:
         fields: list[Argument] = ["size", dispatch.size, "reason", dispatch.reason, *of_model]
         if dispatch.expected_us:
             fields += ["expected_us", dispatch.expected_us]
-        is_stepping = "settings" in of_model
-        if is_stepping:
+        if self.kind is ModelKind.STEPPING:
             (run,) = dispatch.runs
             fields += ["cost", run.cost, "stream", int(run.stream)]
         if (tickets := encode_tickets(dispatch)) is not None:
@@ -308,7 +299,7 @@ class BatcherStore:
             fields += ["process", process]
             inbox = script_keys.index(self.keys.inbox(process))
         # A model that steps has chunks in these lists; sequences know what was sent again.
-        is_plain = not (self.has_sequences or is_stepping)
+        is_plain = self.kind is ModelKind.PLAIN
         sought = list(self._perhaps_answered(dispatch, script_keys)) if is_plain else ()
         entries = list(dict.fromkeys([indexes[run.entry] for run in dispatch.runs]))
         return [entries, fields, sought, process, inbox]
