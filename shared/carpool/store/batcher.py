@@ -25,7 +25,7 @@ from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
 from carpool.store.directory import no_errors
-from carpool.store.reader import ENTRIES_MAX, READ_BYTES, mean_bytes
+from carpool.store.reader import ENTRIES_MAX, mean_bytes
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
@@ -64,6 +64,7 @@ ANSWERS_MAX: Final = 1000
 CLAIMED_RANGES_MAX: Final = 1000  # except those of one entry
 ENTRIES_LOOKED_UP: Final = 500  # about 10 us each,
 BYTES_LOOKED_UP: Final = 1 << 20  # and about 2.5 ms for these
+IN_FLIGHT_BYTES: Final = 2 << 20  # of batches in flight, about 1.5 ms; a single batch may have 64 MiB
 
 _FIELDS_KEPT: Final = ("next", "first", "last", "broken", "broken_at", "failed_at")
 
@@ -139,11 +140,11 @@ class BatcherStore:
         return bytes(last[0][0]) if last else b"0-0"
 
     def batches_in_flight(self) -> Iterator[Batch]:
-        """Every batch that is dispatched and not settled. Read a few at a time: each may have 64 MiB."""
+        """Every batch that is dispatched and not settled, read IN_FLIGHT_BYTES at a time."""
         after, count = b"0-0", 1
         while entries := self._link.call("XRANGE", self.keys.batches, b"(" + after, "+", "COUNT", count):
             after = entries[-1][0]
-            count = max(1, min(ENTRIES_MAX, READ_BYTES // mean_bytes(entries)))
+            count = max(1, min(ENTRIES_MAX, IN_FLIGHT_BYTES // mean_bytes(entries)))
             for entry_id, flat in entries:
                 yield decode_batch(entry_id, flat, 0)
 
