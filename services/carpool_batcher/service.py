@@ -32,7 +32,7 @@ from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.store.batcher import NotActiveError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
-from carpool.store.permissions import reason_of
+from carpool.store.link_errors import reason_of
 from carpool.store.reader import ReadSizes, StreamReader, Subscription
 from carpool.store.upkeep import Upkeep
 from carpool_batcher.batcher import ModelBatcher

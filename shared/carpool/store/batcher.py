@@ -22,7 +22,7 @@ from carpool.messages.results import UNANSWERED, Refusal, Result
 from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
 from carpool.model_settings import ModelKind
 from carpool.rows import BODY_TTL_MS, stored_names
-from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
+from carpool.store.arguments import Group, ScriptKeys, change_args, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
 from carpool.store.directory import no_errors
 from carpool.store.reader import ENTRIES_MAX, mean_bytes
@@ -38,7 +38,6 @@ from carpool.store.results import (
     release,
     result_groups,
 )
-from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
 from carpool.wire.content_types import answer_type
@@ -59,7 +58,7 @@ PUT_BACK_ENTRIES_MAX: Final = 8  # in which the rest of one entry is put back
 PUT_BACK_REQUESTS_MIN: Final = 16  # in each of them but the last; a run is never divided for this
 RENEWALS_MAX: Final = 1000  # in one round trip
 LOOKUPS_MAX: Final = 1000  # likewise
-# In one script, because Redis serves nobody else meanwhile:
+# In one script or command, because Redis serves nobody else meanwhile:
 ANSWERS_MAX: Final = 1000
 CLAIMED_RANGES_MAX: Final = 1000  # except those of one entry
 ENTRIES_LOOKED_UP: Final = 500  # about 10 us each,
