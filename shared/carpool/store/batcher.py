@@ -160,7 +160,10 @@ class BatcherStore:
             names = known[start : start + LOOKUPS_MAX]
             commands = [("HMGET", self.keys.sequence(name), *fields) for name in names]
             for name, reply in zip(names, self._link.call_many(*commands), strict=True):
-                kept.append(_kept_sequence(name, changed_us[name], reply))
+                if isinstance(reply, CommandError):  # a user made the key another type
+                    kept.append(KeptSequence(name, changed_us[name], None))
+                else:
+                    kept.append(_kept_sequence(name, changed_us[name], dict(zip(fields, reply, strict=True))))
         return kept
 
     def chunks_written(self, batch_ids: Sequence[str]) -> dict[str, int]:
@@ -403,22 +406,19 @@ class BatcherStore:
         return answered
 
 
-def _kept_sequence(name: str, changed_us: int, reply: list[bytes | None] | CommandError) -> KeptSequence:
-    if isinstance(reply, CommandError):  # a user made the key another type
-        return KeptSequence(name, changed_us, None)
-    texts = [value and value.decode("utf-8", "replace") for value in reply]
-    (next_index, first_id, last_id, broken, broken_at, failed_at), process = texts[:6], texts[6:]
-    is_broken = bool(broken and broken_at)
+def _kept_sequence(name: str, changed_us: int, fields: Mapping[str, bytes | None]) -> KeptSequence:
+    texts = {field: (value or b"").decode("utf-8", "replace") for field, value in fields.items()}
+    is_broken = bool(texts["broken"] and texts["broken_at"])
     return KeptSequence(
         name,
         changed_us,
-        int(next_index) if next_index else None,
-        first_id or "",
-        last_id or "",
-        (is_broken and broken) or "",
-        (is_broken and broken_at) or "",
-        (is_broken and failed_at) or "",
-        "".join(name or "" for name in process),
+        next_index=int(texts["next"]) if texts["next"] else None,
+        first_id=texts["first"],
+        last_id=texts["last"],
+        broken=texts["broken"] if is_broken else "",
+        broken_at=texts["broken_at"] if is_broken else "",
+        failed_at=texts["failed_at"] if is_broken else "",
+        process=texts.get("state", ""),
     )
 
 
