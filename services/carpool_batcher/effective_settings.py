@@ -40,6 +40,11 @@ class EffectiveSettings:
         self._custom: tuple[str, CustomPolicy] | None = None
 
     @property
+    def policies(self) -> tuple[str, ...]:
+        """The names of the custom policies that settings may have."""
+        return tuple(self._policies)
+
+    @property
     def custom_policy(self) -> CustomPolicy | None:
         """The instance of the custom policy of the settings that `read` returned; None if it is built in."""
         return None if self._custom is None else self._custom[1]

@@ -37,7 +37,7 @@ from carpool.process_names import new_process_name, replica_name
 from carpool.store.bound import BoundStore
 from carpool.store.connection import CommandError, Link
 from carpool.store.eviction import eviction_warning
-from carpool.store.permissions import reason_of
+from carpool.store.link_errors import reason_of
 from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration

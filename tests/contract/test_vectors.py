@@ -204,6 +204,8 @@ def test_batch_is_decoded_as_in_the_vector(case: Case) -> None:
         becomes["lane"],
     )
     assert batch.expected_us == becomes["expected_us"]
+    assert batch.max_execution_ms == becomes["max_execution_ms"]
+    assert batch.max_result_bytes == becomes["max_result_bytes"]
     assert batch.requests == requests
     assert [run.reply_columns for run in batch.runs] == becomes["reply_columns"]
 

@@ -32,7 +32,7 @@ from carpool.keys import Keys
 from carpool.messages.batches import Batch, Dispatch
 from carpool.messages.requests import Run
 from carpool.messages.results import Result
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.parts import Buffer
 from carpool.store import steps
 from carpool.store.batcher import BatcherStore
@@ -202,6 +202,7 @@ class Replicas(RuleBasedStateMachine):
         self.redis.flushall()
         self.link = Link(self.url, name="batcher")
         self.batcher = BatcherStore(self.link, KEYS)
+        self.batcher.kind = ModelKind.STEPPING
         WorkerStore(self.link, KEYS).register({"max_batch_size": 3})
         self.names = 0
         self.workers = [self.new_worker(), self.new_worker()]

@@ -16,9 +16,8 @@ from carpool.messages.batches import Batch, BatchedRequest, tickets_of_each
 from carpool.messages.results import Result, ResultColumns, RunResults
 from carpool.messages.sequences import SequenceChange
 from carpool.rows import Rows
-from carpool.store.arguments import Group, ScriptKeys, group_list_args
+from carpool.store.arguments import Group, ScriptKeys, change_args, group_list_args
 from carpool.store.connection import Argument, Link, Script
-from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.results import (
     encode_alike,
