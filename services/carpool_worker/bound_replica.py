@@ -17,79 +17,73 @@ When the worker drains, its sequences are finished: no other process can go on w
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from carpool.errors import ABORTED, OK
 from carpool.process_names import name_of_life
-from carpool.shown import trace_of
 from carpool.store.bound import BoundStore
 from carpool.store.results import FencedError
 from carpool.store.worker import WorkerStore
 from carpool.wire.inbox import SequenceEnded
+from carpool_worker.batch_replica import BatchReplica
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Execution
 from carpool_worker.inbox import BatchLost, Inbox, Item
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.bound_frames import End
-from carpool_worker.model_process.frames import ProcessGoneError
+from carpool_worker.model_process.frames import Failure
 from carpool_worker.process_handle import ProcessHandle
-from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_as_example, shown_of_frame
 
 LOST: Final = "sequence_id: its model process ended; begin it again with sequence_start"
 
 
-class BoundReplica(ReplicaLoop[Item]):
-    """See the module. `slots`: how many sequences the model process takes."""
+class BoundReplica(BatchReplica[Item]):
+    """See the module. It joins when its process is ready, in each of its lives: `member` has not joined, and
+    cannot be revived. `slots`: how many sequences the model process takes."""
 
-    _fetcher: Inbox
+    _source: Inbox
 
     def __init__(
         self,
-        consumer: str,
+        member: Member,
         process: ProcessHandle,
         codec: Codec,
-        inbox: Inbox,
-        store: BoundStore,
+        source: Inbox,
         committer: Committer,
+        metrics: WorkerMetrics,
+        *,
+        store: BoundStore,
         slots: int,
         lease_ms: int,
         register: Callable[[WorkerStore], None],
-        metrics: WorkerMetrics,
     ) -> None:
-        super().__init__(consumer, process, codec, inbox, metrics)
-        self.is_member = False  # it joins when its process is ready, in each of its lives
-        self.can_be_revived = False
-        self._name = consumer
+        super().__init__(member, process, codec, source, committer, store.clock, metrics)
+        self._first_name = member.name
         self._life = 1
         self._store = store
-        self._committer = committer
-        self._clock = store.clock
         self._slots = slots
         self._lease_ms = lease_ms
         self._register = register
-        self._executions: tuple[Execution, ...] = ()  # oldest first; replaced, never changed
         self._sequences: set[str] = set()  # that have a slot, or were sent to get one
-        self._is_over = False  # this life: the states in the model process are lost, or believed to be
         self._is_marked = False  # as draining
         self._is_quiet = False  # nothing has come since
 
     # --- the loop ------------------------------------------------------------------------------------------
 
     def _do_due(self) -> bool:
-        if self._is_over and self._first_unfinished() is None:
+        if self.member.is_over and self._first_unfinished() is None:
             self._end_life()
         self._commit_finished()
         self._send_example_if_due()
-        if not self.is_member and self.process.ready and not self._draining:
+        if not self.member.is_joined and self.process.ready and not self._draining:
             self._join()
         if self._draining and self._has_drained():
             self._drained.set()
             return False
-        if self.is_member and not self._is_over and not self._fetcher.waiting:
+        if self.member.is_joined and not self.member.is_over and not self._source.waiting:
             return not self._fetch()
         return True
 
@@ -98,123 +92,52 @@ class BoundReplica(ReplicaLoop[Item]):
         if example is not None and self.process.ready and self._first_unfinished() is None:
             self._send_example(example)
 
-    def _executing(self) -> tuple[Hashable, int | None]:
-        example = self.retirement.tried
-        if example is not None:
-            return "example", example.max_execution_ms
-        execution = self._first_unfinished()
-        if execution is None:
-            return None, None
-        return (execution.batch.id, len(execution.frames)), execution.batch.max_execution_ms
-
-    def _timeout_s(self) -> float:
-        return WAIT_S
-
     def _fetch(self) -> bool:
         """Ask for messages. Whether a batch was taken at once, from a dead process."""
-        reclaimed = self._fetcher.start()
-        if reclaimed is None:
-            return False
-        self._abort(reclaimed)
-        self._executions = (*self._executions, reclaimed)
-        return True
+        executions = self._source.start()
+        for execution in executions:
+            self.take(execution)
+        return bool(executions)
 
-    def _take_fetched(self, fetched: Sequence[Item]) -> None:
-        self._is_quiet = self._is_marked and not fetched
-        for item in fetched:
-            if self._is_over:  # what is in the inbox is answered when this life ends
+    def _take_items(self, items: Sequence[Item]) -> None:
+        self._is_quiet = self._is_marked and not items
+        for item in items:
+            if self.member.is_over:  # what is in the inbox is answered when this life ends
                 return
             if isinstance(item, SequenceEnded):
                 self._end([item.sequence_id])
             elif isinstance(item, BatchLost):
-                self._is_over = True
+                self.member.is_over = True
             else:
-                self._take(item)
+                self.take(item)
 
-    def _take(self, execution: Execution) -> None:
+    def _prepare(self, execution: Execution) -> None:
         """Decode a batch and send it to the model process."""
-        is_next = self._first_unfinished() is None
-        self._executions = (*self._executions, execution)  # renewed from now on: decoding may take long
-        started_ns = time.monotonic_ns()
+        if execution.is_suspect:  # it was reclaimed
+            self._abort(execution)
+            return
         self._codec.prepare(execution, self._clock.now_us())
-        execution.input_us = (time.monotonic_ns() - started_ns) // 1000
-        execution.ready_us = self._clock.now_us()
-        if is_next:
-            execution.start_at(execution.ready_us)
-        parts = [run.sequence for run in execution.batch.runs]
-        self._sequences.update(part.sequence_id for part in parts if part is not None and part.starts)
+        sequences = [run.sequence for run in execution.batch.runs]
+        self._sequences.update(one.sequence_id for one in sequences if one is not None and one.starts)
         for frame in execution.frames:
             self.process.send(frame.header, *frame.payload)
-
-    def _first_unfinished(self) -> Execution | None:
-        """The execution that the model process executes; None if there is none."""
-        return next((execution for execution in self._executions if execution.frames), None)
+        execution.frames_sent = len(execution.frames)
 
     # --- the model process ---------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
-        """Receive an outcome, or that a new model process is ready, or that the process died."""
-        try:
-            if not self.process.ready:
-                if self.process.receive_ready() is not None:
-                    self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
-                return
-            received = self.process.receive()
-        except ProcessGoneError:
-            if not self._closing:  # else this worker closed the connection
-                self._replace_process()
-            return
-        if received is None:
-            return
-        header, payload = received
-        if self.retirement.tried is not None:
-            self._log_raised({}, shown_as_example)
-            self.process.send_message(End([EXAMPLE_SEQUENCE]).message())
-            self._observe_example({} if header.executed else header.failures)  # it may return exceptions
-            return
-        execution = self._first_unfinished()
-        assert execution is not None  # the process handle compares the numbers of frames and outcomes
-        frame = execution.frames[0]
-        try:
-            if self.process.raised:
-                self._log_raised(header.errors, partial(shown_of_frame, execution, frame))
-            self._codec.take_outcome(execution, frame, header, payload)
-        except Exception as error:  # an unforeseen case: the outcome is not sent again
-            self._log.error(
-                "results of the model process unreadable",
-                worker=self.consumer,
-                **shown_of_frame(execution, frame),
-                exception=trace_of(error),
-            )
-            execution.fail_frame(frame, f"the model's results cannot be read: {error}")
-        del execution.frames[0]
-        following = self._first_unfinished()
-        if not execution.frames and following is not None:
-            following.start_at(self._clock.now_us())
-        self._observe_outcome(header, execution, frame)
+    def _observe_example(self, failures: Mapping[int, Failure]) -> None:
+        self.process.send_message(End([EXAMPLE_SEQUENCE]).message())
+        super()._observe_example(failures)
 
-    def _replace_process(self) -> None:
-        """The model process died, and the states with it: start another."""
-        cause = self.process.exit_cause()
-        self._metrics.process_died()
-        executed = self._first_unfinished()
-        shown = partial(shown_of_frame, executed, executed.frames[0]) if executed is not None else dict
-        self._log_raised({}, shown)
-        self._log.error(
-            "model process died",
-            worker=self.consumer,
-            how=cause,
-            sequences=len(self._sequences),
-            **shown(),
-        )
-        self._let_go_of_process()
-        self.process.hang_up()
+    def _suspect(self, cause: str) -> dict[str, Any]:
+        """Nothing is executed again."""
+        return {"sequences": len(self._sequences), **self._shown()}
 
     def _let_go_of_process(self) -> None:
         for execution in self._executions:
             self._abort(execution)
         self._sequences.clear()
-        self._is_over = True
+        self.member.is_over = True
 
     def _end(self, sequence_ids: Sequence[str]) -> None:
         """Free the slots of these sequences."""
@@ -227,23 +150,25 @@ class BoundReplica(ReplicaLoop[Item]):
     def _abort(self, execution: Execution) -> None:
         """Answer what has no result: its model process ended."""
         execution.frames.clear()
+        execution.frames_sent = 0
         for position in _unanswered(execution):
             execution.fail(position, ABORTED, LOST)
 
     def _commit_finished(self) -> None:
         for execution in self._executions:
-            if execution.frames:
+            if not execution.is_finished:
                 continue
             try:
                 self._commit(execution)
-            except FencedError:  # another worker has the batch
-                self._committer.discard(execution)
-                self._is_over |= self._is_own(execution)
-            self._executions = tuple([held for held in self._executions if held is not execution])
+            except FencedError:
+                self._discard(execution)
+                self.member.is_over |= self._is_own(execution)
+            else:
+                self._remove(execution)
 
     def _commit(self, execution: Execution) -> None:
         """Commit, with the name of this process as the state of each sequence that goes on."""
-        state = self.consumer.encode()
+        state = self.name.encode()
         for of_run in execution.run_results:
             execution.states |= dict.fromkeys(of_run.positions, state)
         self._committer.commit(execution)
@@ -262,14 +187,14 @@ class BoundReplica(ReplicaLoop[Item]):
 
     def _is_own(self, execution: Execution) -> bool:
         """Whether it was dispatched to this process, and not reclaimed: its sequences are here."""
-        return execution.batch.process == self.consumer
+        return execution.batch.process == self.name
 
     # --- lives ---------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
         self._register(self._store)  # Redis may have been emptied
-        self._store.join(self.consumer, self._lease_ms)
-        self.is_member = True
+        self._store.join(self.name, self._lease_ms)
+        self.member.is_joined = True
 
     def _end_life(self) -> None:
         """Leave: the batcher then aborts the sequences. May be repeated after it raised.
@@ -277,22 +202,22 @@ class BoundReplica(ReplicaLoop[Item]):
         It leaves before the results are written. Else a producer that begins its sequence again as soon as it
         has one would be sent to this life.
         """
-        self._fetcher.stop()
+        self._source.stop()
         self._end(sorted(self._sequences))
-        self.is_member = False
-        self._store.leave(self.consumer)
+        self.member.is_joined = False
+        self._store.leave(self.name)
         self._commit_finished()
-        while pending := self._fetcher.pending():
+        while pending := self._source.pending():
             for execution in pending:
                 self._abort(execution)
             self._executions = tuple(pending)
             self._commit_finished()
-        self._store.leave(self.consumer)  # its consumer, which had batches, is deleted
-        self._log.warning("sequences lost, joining again under another name", worker=self.consumer)
+        self._store.leave(self.name)  # its consumer, which had batches, is deleted
+        self._log.warning("sequences lost, joining again under another name", worker=self.name)
         self._life += 1
-        self.consumer = self._committer.consumer = name_of_life(self._name, self._life)
-        self._fetcher.begin_life(self.consumer)
-        self._is_over = self._is_marked = False
+        self.member.name = name_of_life(self._first_name, self._life)
+        self._source.start_over()
+        self.member.is_over = self._is_marked = False
 
     # --- draining ------------------------------------------------------------------------------------------
 
@@ -301,14 +226,14 @@ class BoundReplica(ReplicaLoop[Item]):
 
         The batcher learns that it is to start no more, and what it had dispatched before still comes.
         """
-        if self._executions or self._is_over:
+        if self._executions or self.member.is_over:
             return False
-        if not self.is_member:
+        if not self.member.is_joined:
             return True
         if not self._is_marked:
-            self._store.drain(self.consumer)
+            self._store.drain(self.name)
             self._is_marked = True
-            self._fetcher.stop()
+            self._source.stop()
         return self._is_quiet and not self._sequences
 
     @property
@@ -317,15 +242,6 @@ class BoundReplica(ReplicaLoop[Item]):
         return self._drained.is_set()
 
     # --- for other threads ---------------------------------------------------------------------------------
-
-    def batches(self) -> list[tuple[str, int]]:
-        """ID and epoch of each batch in hand: what the heartbeat renews."""
-        return [(execution.batch.id, execution.batch.epoch) for execution in self._executions]
-
-    def on_lease_lost(self, consumer: str) -> None:
-        """The batcher aborts the sequences."""
-        if consumer == self.consumer:
-            self._is_over = True
 
     @property
     def slots(self) -> int:

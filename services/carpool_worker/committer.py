@@ -18,6 +18,7 @@ from carpool.store.worker import WorkerStore
 from carpool_worker.batch_log import BatchLog
 from carpool_worker.dead_letters import trim_dead_letters
 from carpool_worker.execution import Execution
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 
 COMMIT_BYTES_MAX: Final = 256 * 1024 * 1024  # a commit is one command, which Redis limits to 1 GB
@@ -27,9 +28,9 @@ class Committer:
     """Each method may be repeated after it raised. FencedError: another worker has the batch."""
 
     def __init__(
-        self, consumer: str, store: WorkerStore, metrics: WorkerMetrics, batch_log: BatchLog
+        self, member: Member, store: WorkerStore, metrics: WorkerMetrics, batch_log: BatchLog
     ) -> None:
-        self.consumer = consumer  # to which the executions belong
+        self._member = member  # to which the executions belong
         self._metrics = metrics
         self._batch_log = batch_log
         self._store = store
@@ -49,7 +50,7 @@ class Committer:
         counts = execution.counts()
         self._metrics.committed(execution, counts, output_us, self._store.clock.now_us())
         self._batch_log.committed(
-            self.consumer,
+            self._member.name,
             execution.batch,
             counts.statuses,
             execution.compute_us,
@@ -74,7 +75,7 @@ class Committer:
                 if position not in execution.answered_ahead:
                     singles[position] = (addresses[position], result)
         return self._store.commit(
-            self.consumer,
+            self._member.name,
             batch,
             singles,
             execution.dead_letters,
@@ -124,7 +125,7 @@ class Committer:
             Answer(position, addresses[position], execution.results[position], execution.change(position))
             for position in positions
         ]
-        written = self._store.answer(self.consumer, execution.batch, answers, starting)
+        written = self._store.answer(self._member.name, execution.batch, answers, starting)
         execution.drop(set(positions) - written)  # a batcher answered them when their deadlines passed
         execution.answered_ahead |= written
 

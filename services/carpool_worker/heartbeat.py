@@ -62,21 +62,21 @@ class Heartbeat:
         self._store.read_clock()
         not_owned: set[str] = set()
         for replica in self._replicas:
-            if not replica.is_member:
+            member, name = replica.member, replica.name
+            if not member.is_joined:
                 continue
-            consumer = replica.consumer
             if self._draining and replica.may_leave:
-                self._store.leave(consumer)
+                self._store.leave(name)
                 continue
             batches = replica.batches()
-            renewal = self._store.renew(consumer, self._lease_ms, batches, revive=replica.can_be_revived)
-            replica.model_processes = renewal.model_processes
+            renewal = self._store.renew(name, self._lease_ms, batches, revive=member.can_be_revived)
+            member.model_processes = renewal.model_processes
             if not renewal.had_lease:
-                replica.on_lease_lost(consumer)
+                member.lost_lease(name)
             if not renewal.is_registered:
                 self._register(self._store)
-            if replica.consumer != consumer:  # it left meanwhile, and has joined again under another name
-                self._store.leave(consumer)
+            if member.name != name:  # it left meanwhile, and has joined again under another name
+                self._store.leave(name)
             not_owned |= renewal.lost
         # A batch that is not owned may have been committed a moment ago. If it is still in hand at the next
         # beat, it is lost.

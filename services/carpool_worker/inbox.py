@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Final
 
 from carpool.store.bound import INBOX_START, BoundStore
-from carpool.store.connection import CommandError, LinkError
 from carpool.store.worker import WorkerStore
-from carpool.wire.inbox import BatchSent, SequenceEnded
+from carpool.wire.inbox import BatchSent, InboxMessage, SequenceEnded
 from carpool_worker.execution import Execution
-from carpool_worker.fetcher import BLOCK_MS, RECLAIMS_PER_LEASE, Reclaimer, load
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
+from carpool_worker.sources import BLOCK_MS, Reclaimer, Source
 
 
 class BatchLost:
@@ -25,86 +25,45 @@ Item = Execution | SequenceEnded | BatchLost
 _LOST: Final = BatchLost()
 
 
-class Inbox:
-    """`start` asks for messages; once `descriptor` is readable, `finish` takes them."""
+class Inbox(Source[Item, BoundStore]):
+    """What its messages are about, in their order. While Redis cannot be reached, they stay in it."""
 
     def __init__(
         self,
-        consumer: str,
+        member: Member,
         store: BoundStore,
         lease_ms: int,
         register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
     ) -> None:
-        self._consumer = consumer
-        self._store = store
-        self._register = register
-        self._reclaimer = Reclaimer(consumer, store, lease_ms, metrics, lease_ms / RECLAIMS_PER_LEASE)
+        super().__init__(member, store, Reclaimer(member, store, lease_ms, metrics), register)
         self._last_id = INBOX_START  # of the messages that were taken
-        self.waiting = False  # for the reply to `start`
-        self.descriptor: int | None = None  # the socket to wait on for it; None if `finish` would not wait
 
-    def start(self) -> Execution | None:
+    def start(self) -> list[Execution]:
         """Reclaim a batch if that is due and there is one; else ask for messages."""
-        try:
-            reclaimed = self._reclaimer.reclaim_if_due()
-            if reclaimed is not None:
-                load(self._store, reclaimed)
-                return reclaimed
-            self._store.start_reading(self._consumer, self._last_id, BLOCK_MS)
-            self.waiting, self.descriptor = True, self._store.descriptor
-        except CommandError as error:
-            self._register_again(error)
-        return None
+        return self._reclaim_or(self._ask)
 
-    def finish(self) -> list[Item]:
-        """What the messages are about, in their order; nothing if there was none within half a second.
+    def _ask(self) -> None:
+        self._store.start_reading(self._member.name, self._last_id, BLOCK_MS)
 
-        If Redis cannot be reached, they are still in the inbox.
-        """
-        self.waiting = False
+    def _read(self) -> list[Item]:
         messages = self._store.finish_reading()
         if not messages:
             return []
-        items: list[Item] = []
-        try:
-            sent = [message.batch_id for _, message in messages if isinstance(message, BatchSent)]
-            batches = self._store.fetch(self._consumer, sent)
-            for _, message in messages:
-                if isinstance(message, SequenceEnded):
-                    items.append(message)
-                elif message.batch_id in batches:
-                    execution = Execution(batches[message.batch_id])
-                    load(self._store, execution)
-                    items.append(execution)
-                else:
-                    items.append(_LOST)
-        except CommandError as error:
-            self._register_again(error)
-            return []
+        sent = [message.batch_id for _, message in messages if isinstance(message, BatchSent)]
+        batches = self._store.fetch(self._member.name, sent)
+        executions = {batch_id: self._load_one(Execution(batch)) for batch_id, batch in batches.items()}
         self._last_id, _ = messages[-1]
-        return items
-
-    def check_overdue(self) -> None:
-        """Whether what was asked for may still come. Raises LinkError if Redis should have answered."""
-        try:
-            self._store.check_overdue()
-        except LinkError:
-            self.waiting = False
-            raise
+        return [_item(message, executions) for _, message in messages]
 
     def pending(self) -> list[Execution]:
         """What the process has in Redis, whether it was taken from the inbox or not."""
-        pending = [Execution(batch) for batch in self._store.pending(self._consumer)]
-        for execution in pending:
-            load(self._store, execution)
-        return pending
+        return [self._load_one(Execution(batch)) for batch in self._store.pending(self._member.name)]
 
-    def begin_life(self, consumer: str) -> None:
+    def start_over(self) -> None:
         """The process has another name, and another inbox."""
         self.stop()
-        self._consumer = self._reclaimer.consumer = consumer
-        self._last_id = INBOX_START
+        self._last_id, self._unloaded = INBOX_START, []
 
     def stop(self) -> None:
         """Wait for no messages any more."""
@@ -112,8 +71,6 @@ class Inbox:
             self.waiting = False
             self._store.stop_reading()
 
-    def _register_again(self, error: CommandError) -> None:
-        """Redis was emptied."""
-        if error.code != "NOGROUP":
-            raise error
-        self._register(self._store)
+
+def _item(message: InboxMessage, executions: dict[str, Execution]) -> Item:
+    return message if isinstance(message, SequenceEnded) else executions.get(message.batch_id, _LOST)

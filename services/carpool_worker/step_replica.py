@@ -32,12 +32,12 @@ from carpool.store.steps import StepStore, StepWrite
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
-from carpool_worker.fetcher import Fetcher
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.frames import ProcessGoneError
 from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Resume, Step
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_requests
+from carpool_worker.sources import Fetcher
 from carpool_worker.step_execution import StepExecution
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_writer import StepWriter
@@ -51,28 +51,28 @@ _REPLACED: Final = "it was dispatched to a model of this name that does not step
 class StepReplica(ReplicaLoop[Execution]):
     """See the module."""
 
-    _fetcher: Fetcher
+    _source: Fetcher
 
     def __init__(
         self,
-        consumer: str,
+        member: Member,
         process: ProcessHandle,
         codec: Codec,
-        fetcher: Fetcher,
+        source: Fetcher,
+        metrics: WorkerMetrics,
+        *,
         store: StepStore,
         committer: Committer,
         settings: ModelSettings,
-        metrics: WorkerMetrics,
-        step_log: StepLog,
-        *,
+        log: StepLog,
         finishes: bool = False,
     ) -> None:
         """`finishes`: when it drains, it finishes its requests instead of handing them over."""
-        super().__init__(consumer, process, codec, fetcher, metrics)
+        super().__init__(member, process, codec, source, metrics)
         self._store = store
         self._committer = committer
         self._settings = settings
-        self._step_log = step_log
+        self._step_log = log
         self._finishes = finishes
         self._settings_text = settings.for_steps()
         self._settings_of = (0, 0)  # ID of the batch that had these
@@ -91,7 +91,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._steps = 0  # how many Steps were received
         self._asked = 0  # how many requests the last fetch asked for
         self._is_part = False  # it got as many: there may be more
-        self._writer = StepWriter(consumer, store, self._in_hand, metrics)
+        self._writer = StepWriter(member, store, self._in_hand, metrics)
 
     # --- the loop ------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._fetch_if_due()
         self._send_due()
         self._write_due()
-        if self._draining and not self._fetcher.waiting and not (self._finishes and self._requests):
+        if self._draining and not self._source.waiting and not (self._finishes and self._requests):
             self._hand_over()
             self._drained.set()
             return False
@@ -109,9 +109,9 @@ class StepReplica(ReplicaLoop[Execution]):
         """What ends is written also while Redis is full, so it must still be received then."""
         return not (self._writer.is_full and self._emitted_bytes() > WAITING_BYTES_MAX)
 
-    def _take_fetched(self, executions: Sequence[Execution]) -> None:
-        self._is_part = len(executions) == self._asked
-        self._take(executions)
+    def _take_items(self, items: Sequence[Execution]) -> None:
+        self._is_part = len(items) == self._asked
+        self._take(items)
 
     def _executing(self) -> tuple[Hashable, int | None]:
         """A process that steps sends something now and then, unless it waits for this worker."""
@@ -136,17 +136,17 @@ class StepReplica(ReplicaLoop[Execution]):
         slots = self.slots
         prefetched = max(1, slots // SLOTS_PREFETCHED_RATIO)
         space = slots + prefetched - len(self._requests)
-        if space > 0 and self.process.ready and not (self._fetcher.waiting or self._draining):
+        if space > 0 and self.process.ready and not (self._source.waiting or self._draining):
             # Not more than a share, because other processes may have free slots, too.
-            share = -(-space // self.model_processes) if self.model_processes else 0
+            share = -(-space // self.member.model_processes) if self.member.model_processes else 0
             self._asked = min(space, max(prefetched, share))
-            self._take(self._fetcher.start(self._asked, wait=not self._is_part))
+            self._take(self._source.start(self._asked, wait=not self._is_part))
 
     @property
     def _is_gathering(self) -> bool:
         """Whether there may be more requests, which the process, as it has none, should begin with these: a
         prefill of one more takes little longer, and the next prefill comes after a step."""
-        is_part = self._is_part and self._fetcher.waiting
+        is_part = self._is_part and self._source.waiting
         return is_part and not any(request.is_sent for request in self._in_hand())
 
     def _take(self, executions: Sequence[Execution]) -> None:
@@ -185,7 +185,7 @@ class StepReplica(ReplicaLoop[Execution]):
         step had this name. A replica of such a model can execute it; this one cannot."""
         self._log.warning(
             "batch rejected, it is for another model of this name",
-            worker=self.consumer,
+            worker=self.name,
             batch=execution.batch.id,
             size=execution.batch.size,
         )
@@ -261,7 +261,7 @@ class StepReplica(ReplicaLoop[Execution]):
     def _begin_alone(self, request: StepExecution) -> None:
         """Should this worker die as well, the next one knows which request was alone."""
         try:
-            self._store.record_start(self.consumer, request.execution.batch, request.next_start)
+            self._store.record_start(self.name, request.execution.batch, request.next_start)
         except (FencedError, CommandError) as error:
             if isinstance(error, CommandError) and error.code != "NOGROUP":  # Redis was emptied
                 raise
@@ -271,25 +271,13 @@ class StepReplica(ReplicaLoop[Execution]):
         self._admit(request, request.begin_alone())
         self.process.flush()
 
-    def _receive(self) -> None:
-        """Receive a Step, or that a new model process is ready, or that the process died."""
-        try:
-            if not self.process.ready:
-                if self.process.receive_ready() is not None:
-                    self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
-                    self._sent_settings = None
-                return
-            received = self.process.receive_message(Step.read)
-        except ProcessGoneError:
-            if not self._closing:  # else this worker closed the connection: no request is the cause
-                self._replace_process()
-            return
+    def _take_message(self) -> None:
+        received = self.process.receive_message(Step.read)
         if received is None:
             return
         step, _ = received
         now_us = self._store.clock.now_us()
-        if self.process.raised:
-            self._log_raised(step.errors, self._shown_requests)
+        self._log_raised(step.errors)
         for advance in step.advances:
             request = self._requests.get(advance.key)
             if request is not None:
@@ -321,28 +309,21 @@ class StepReplica(ReplicaLoop[Execution]):
             elif advance.failure is not None and request is not None:
                 self.retirement.observe_failure(advance.failure, request.execution.batch.id, now_s)
 
-    def _replace_process(self) -> None:
-        """The model process died: start another, which goes on from the chunks in Redis."""
-        begun = self._begun()
-        cause = self.process.exit_cause()
-        self._metrics.process_died()
-        self._log_raised({}, self._shown_requests)
-        suspects = begun if self._alone is None else [self._alone]
-        shown = self._shown_requests([request.key for request in suspects])
-        self._log.error("model process died", worker=self.consumer, how=cause, **shown)
+    def _suspect(self, cause: str) -> dict[str, Any]:
+        suspects = self._begun() if self._alone is None else [self._alone]
+        shown = self._shown([request.key for request in suspects])
         for request in suspects:
             request.suspect(was_alone=request is self._alone)
             request.execution.cause_of_death = cause
         self._suspects += [request for request in suspects if request not in self._suspects]
-        self._let_go_of_process()
-        self.process.hang_up()
+        return shown
 
-    def _shown_requests(self, keys: Sequence[int] | None = None) -> dict[str, Any]:
-        """What the log shows of the requests of these keys that are in hand, or of those that the process
-        has."""
-        held = [self._requests.get(key) for key in dict.fromkeys(keys)] if keys is not None else self._begun()
-        found = [request for request in held if request is not None]
-        return shown_requests([(held.execution.batch, held.run.correlation_ids[0]) for held in found])
+    def _shown(self, indexes: Sequence[int] | None = None) -> dict[str, Any]:
+        """Of those of these keys that are in hand, or of all that the process has."""
+        requests = self._begun()
+        if indexes is not None:
+            requests = [self._requests[key] for key in dict.fromkeys(indexes) if key in self._requests]
+        return shown_requests([(one.execution.batch, one.run.correlation_ids[0]) for one in requests])
 
     def _begun(self) -> list[StepExecution]:
         """The requests that the process has, in the order in which they came."""
@@ -353,7 +334,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._suspects = [request for request in self._in_hand() if request in suspects]
         self._lost += self._begun()
         self._alone, self._is_paused = None, False
-        self._running, self._example_key = 0, None
+        self._running, self._example_key, self._sent_settings = 0, None, None
         for request in self._in_hand():
             request.is_sent = False
 
@@ -395,7 +376,7 @@ class StepReplica(ReplicaLoop[Execution]):
         if result.status == OK:
             execution.results[0] = result
         self._metrics.ended(execution, execution.counts(), self._store.clock.now_us())
-        self._step_log.ended(self.consumer, request, write)
+        self._step_log.ended(self.name, request, write)
         if write.dead_letter is not None:
             self._committer.trim_dead_letters()
         self._forget([request])
@@ -430,10 +411,10 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _hand_over(self) -> None:
         """Give all requests up, so that other workers go on with them at once."""
-        batches = [*self._batches, *self._fetcher.unloaded()]
+        batches = [*self._batches, *self._source.unloaded()]
         if batches:
-            handed_over = self._store.hand_over(self.consumer, batches)
-            self._log.info("requests handed over", worker=self.consumer, requests=handed_over)
+            handed_over = self._store.hand_over(self.name, batches)
+            self._log.info("requests handed over", worker=self.name, requests=handed_over)
         self._requests.clear()
         self._batches = []
 

@@ -16,6 +16,7 @@ import structlog
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import CommandError
 from carpool.store.steps import StepStore, StepWrite
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.step_execution import StepExecution
 
@@ -43,12 +44,12 @@ class StepWriter:
 
     def __init__(
         self,
-        consumer: str,
+        member: Member,
         store: StepStore,
         in_hand: Callable[[], Sequence[StepExecution]],
         metrics: WorkerMetrics,
     ) -> None:
-        self._consumer = consumer
+        self._member = member
         self._store = store
         self._in_hand = in_hand
         self._metrics = metrics
@@ -91,7 +92,7 @@ class StepWriter:
             if error.code != "OOM":
                 raise
             in_hand = self._in_hand()
-            self._log.warning("Redis is full, chunks wait", worker=self._consumer, requests=len(in_hand))
+            self._log.warning("Redis is full, chunks wait", worker=self._member.name, requests=len(in_hand))
             self._full_until_s = time.monotonic() + FULL_RETRY_S
             yield from self._write(in_hand, settings, only_final=True)
 
@@ -115,7 +116,7 @@ class StepWriter:
     def _write_part(
         self, part: Sequence[tuple[StepExecution, StepWrite]], settings: ModelSettings
     ) -> Written:
-        replies = self._store.write(self._consumer, [write for _, write in part])
+        replies = self._store.write(self._member.name, [write for _, write in part])
         now_s, now_us = time.monotonic(), self._store.clock.now_us()
         states = [reply.state for reply in replies]
         written = [sent for sent, state in zip(part, states, strict=True) if state == "WRITTEN"]

@@ -44,12 +44,13 @@ from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_worker import step_replica, step_writer
 from carpool_worker.committer import Committer
-from carpool_worker.fetcher import Fetcher
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError, Raised
 from carpool_worker.model_process.model import SteppingModel, load_model
 from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Step, read_worker_message
 from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.sources import Fetcher
 from carpool_worker.step_log import StepLog
 from carpool_worker.step_replica import StepReplica
 from support.executions import codec_of, execution_of, run_of_sequence
@@ -161,16 +162,17 @@ class Worker:
         model = load_model(Chain, "cpu")
         assert isinstance(model, SteppingModel)
         self.process = ProcessInside(model)
+        member = Member(name)
         self.replica = StepReplica(
-            name,
+            member,
             self.process,  # type: ignore[arg-type]
             codec_of(),
-            Fetcher(name, fetch, LEASE_MS, lambda _: None, self.metrics, block_ms=1),
-            StepStore(self.links[1], KEYS, clock),
-            Committer(name, commit, self.metrics, None),  # type: ignore[arg-type]
-            SETTINGS,
+            Fetcher(member, fetch, LEASE_MS, lambda _: None, self.metrics, block_ms=1),
             self.metrics,
-            StepLog("m", name, self.metrics, lambda: 0),
+            store=StepStore(self.links[1], KEYS, clock),
+            committer=Committer(member, commit, self.metrics, None),  # type: ignore[arg-type]
+            settings=SETTINGS,
+            log=StepLog("m", name, self.metrics, lambda: 0),
         )
 
     def run(self, turns: int) -> None:

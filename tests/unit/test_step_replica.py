@@ -17,6 +17,7 @@ from carpool.store.steps import StepReply, StepWrite
 from carpool_worker import step_replica, step_writer
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
+from carpool_worker.member import Member
 from carpool_worker.model_process.frames import Raised, Ready, pack_values
 from carpool_worker.model_process.step_frames import Admit, Advance, Step, read_worker_message
 from carpool_worker.step_replica import StepReplica
@@ -122,15 +123,15 @@ class Bench:
 
     def __init__(self) -> None:
         self.process, self.fetcher, self.store = Process(), Fetcher(), Store()
-        parts: dict[str, Any] = {"process": self.process, "fetcher": self.fetcher, "store": self.store}
+        parts: dict[str, Any] = {"process": self.process, "source": self.fetcher, "store": self.store}
         settings = ModelSettings(max_batch_size=SLOTS)
         self.replica = StepReplica(
-            "w",
+            Member("w"),
             codec=Codec(Ready({}, (), (), False, {})),
             settings=settings,
             committer=Mock(),
             metrics=Mock(),
-            step_log=Mock(),
+            log=Mock(),
             **parts,
         )
 
@@ -162,7 +163,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 def test_requests_that_come_together_are_begun_together(bench: Bench) -> None:
     """Given four processes, expect that this one asks for a share of what it has space for, as long as there
     are as many."""
-    bench.replica.model_processes = 4
+    bench.replica.member.model_processes = 4
     bench.fetcher.parts = [9, 7, 1]
     bench.run(3)
     assert bench.admitted() == []
@@ -172,7 +173,7 @@ def test_requests_that_come_together_are_begun_together(bench: Bench) -> None:
 
 
 def test_the_only_process_asks_for_all(bench: Bench) -> None:
-    bench.replica.model_processes = 1
+    bench.replica.member.model_processes = 1
     bench.fetcher.parts = [SLOTS + ASKED]
     bench.run(2)
     assert bench.admitted() == [SLOTS + ASKED]
@@ -181,7 +182,7 @@ def test_the_only_process_asks_for_all(bench: Bench) -> None:
 
 @pytest.mark.parametrize("model_processes", [100, pytest.param(0, id="unknown")])
 def test_one_of_many_asks_for_a_few(bench: Bench, model_processes: int) -> None:
-    bench.replica.model_processes = model_processes
+    bench.replica.member.model_processes = model_processes
     bench.run(1)
     assert bench.fetcher.asked == [ASKED]
 
