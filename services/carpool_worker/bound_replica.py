@@ -33,8 +33,7 @@ from carpool_worker.execution import EXAMPLE_SEQUENCE, Execution
 from carpool_worker.inbox import BatchLost, Inbox, Item
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.bound_frames import End
-from carpool_worker.model_process.frames import Failure
+from carpool_worker.model_process.frames import End, Failure
 from carpool_worker.process_handle import ProcessHandle
 
 LOST: Final = "sequence_id: its model process ended; begin it again with sequence_start"

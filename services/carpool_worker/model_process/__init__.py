@@ -1,12 +1,12 @@
 """What runs in a model process: one model, isolated from Redis and from the worker's threads.
 
-    main             the loop: receive a frame, execute it, send the outcome
+    main             loads the model, and starts its loop
+    frame_loop       the loop: receive a frame, execute it, send the outcome
     frames           what crosses the process boundary
     frame_execution  from a frame to its outcome
     executor         runs the model on a frame's items and isolates the failures
     outputs          what a model returned for a batch: counted, matched, and as it is declared
     states           states of sequences: as a model declares and gets them, and as bytes
-    outcomes         from what the model returned to what is sent
     failures         from what the model raised to a status and a detail, or to the end of the process
     broken_devices   which errors say that the accelerator does not work any more in this process
     raised           what the model raised, for the log and for operators
@@ -27,10 +27,8 @@ Of a stepping model:
 
 Of a model that binds sequences:
 
-    bound_loop      the loop: execute frames, and hear of sequences that ended
-    bound_frames    what crosses the process boundary beside frames
     bound_executor  which sequence has which slot; runs the model on the rows of all slots
 
-`frames`, `step_frames` and `bound_frames` are the boundary, shared by both processes. Beside them the worker
-imports only `loader`, for the model's name, and `chunks`.
+`frames` and `step_frames` are the boundary, shared by both processes. Beside them the worker imports only
+`loader`, for the model's name, and `chunks`.
 """

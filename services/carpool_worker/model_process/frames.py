@@ -57,6 +57,7 @@ _LOAD_FAILED: Final = "load failed"
 _ENDING: Final = "ending"
 _RAISED: Final = "raised"
 _AGAIN: Final = "again"
+_END_OF: Final = "end"  # of sequences
 
 Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
@@ -105,6 +106,25 @@ class FrameHeader(NamedTuple):
     result_bytes_max: int = RESULT_BYTES_DEFAULT
     redis_ahead_us: int = 0  # set when the frame is sent
     number: int = 0  # set when the frame is sent, and returned with its outcome
+
+
+class End(NamedTuple):
+    """Worker to the process of a model that binds sequences: these have ended, and their slots are free.
+
+    The process never ends one by itself, because only the worker knows which results were written. Those
+    that it does not know are ignored. There is no outcome.
+    """
+
+    sequence_ids: Sequence[str]
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_END_OF, *self)
+
+
+def read_request(fields: Sequence[Any]) -> FrameHeader | End:
+    """What a worker sends, from its header; to a stepping model it sends `step_frames`."""
+    return End(*fields[1:]) if fields[0] == _END_OF else FrameHeader(*fields)
 
 
 class OutcomeHeader(NamedTuple):
