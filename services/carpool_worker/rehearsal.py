@@ -20,12 +20,12 @@ from carpool.wire.content_types import accepted
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.description import description_of, kind_of
 from carpool_worker.model_process.frame_execution import execute_frame
+from carpool_worker.model_process.loaded import description_of, kind_of
 from carpool_worker.model_process.model import LoadedModel, SteppingModel
 from carpool_worker.model_process.raised import whole_trace_of
-from carpool_worker.model_process.step_frames import Admit, Advance
-from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.model_process.stepping.frames import Admit, Advance
+from carpool_worker.model_process.stepping.stepper import Stepper
 
 STEPS_MAX: Final = 1000
 UNFINISHED: Final = "UNFINISHED"  # the status of a request that was still being generated after these

@@ -42,12 +42,12 @@ from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
 from carpool_worker.batch_log import BatchLog
-from carpool_worker.bound_replica import BoundReplica
+from carpool_worker.bound.inbox import Inbox
+from carpool_worker.bound.replica import BoundReplica
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.devices import threads_of
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
-from carpool_worker.inbox import Inbox
 from carpool_worker.loading import LoadingNotice
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
@@ -58,8 +58,8 @@ from carpool_worker.replica import Replica
 from carpool_worker.replica_loop import AnyReplica
 from carpool_worker.retirement import LastSuccess
 from carpool_worker.sources import Fetcher
-from carpool_worker.step_log import StepLog
-from carpool_worker.step_replica import FETCH_BLOCK_MS, StepReplica
+from carpool_worker.stepping.log import StepLog
+from carpool_worker.stepping.replica import FETCH_BLOCK_MS, StepReplica
 
 _DEFAULTS: Final = ModelSettings().as_text()
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s

@@ -42,17 +42,18 @@ from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
-from carpool_worker import step_replica, step_writer
 from carpool_worker.committer import Committer
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError, Raised
 from carpool_worker.model_process.model import SteppingModel, load_model
-from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Step, read_worker_message
-from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.model_process.stepping.frames import Admit, Configure, Drop, Step, read_worker_message
+from carpool_worker.model_process.stepping.stepper import Stepper
 from carpool_worker.sources import Fetcher
-from carpool_worker.step_log import StepLog
-from carpool_worker.step_replica import StepReplica
+from carpool_worker.stepping import replica as step_replica
+from carpool_worker.stepping import writer as step_writer
+from carpool_worker.stepping.log import StepLog
+from carpool_worker.stepping.replica import StepReplica
 from support.executions import codec_of, execution_of, run_of_sequence
 from support.flaky_link import FlakyLink
 from support.models.stepping import Chain

@@ -16,9 +16,9 @@ from carpool.wire.tensors import TensorSpec
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution, Frame
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.frame_loop import FrameLoop
 from carpool_worker.model_process.frames import OutcomeHeader, Ready
+from carpool_worker.model_process.loaded import description_of
 from carpool_worker.model_process.model import LoadedModel, adapt
 from carpool_worker.model_process.raised import RaisedLog
 

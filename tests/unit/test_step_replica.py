@@ -14,13 +14,14 @@ from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import JSON
 from carpool.model_settings import ModelSettings
 from carpool.store.steps import StepReply, StepWrite
-from carpool_worker import step_replica, step_writer
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
 from carpool_worker.member import Member
 from carpool_worker.model_process.frames import Raised, Ready, pack_values
-from carpool_worker.model_process.step_frames import Admit, Advance, Step, read_worker_message
-from carpool_worker.step_replica import StepReplica
+from carpool_worker.model_process.stepping.frames import Admit, Advance, Step, read_worker_message
+from carpool_worker.stepping import replica as step_replica
+from carpool_worker.stepping import writer as step_writer
+from carpool_worker.stepping.replica import StepReplica
 
 SLOTS: Final = 32
 ASKED: Final = SLOTS // step_replica.SLOTS_PREFETCHED_RATIO
@@ -124,13 +125,13 @@ class Bench:
     def __init__(self) -> None:
         self.process, self.fetcher, self.store = Process(), Fetcher(), Store()
         parts: dict[str, Any] = {"process": self.process, "source": self.fetcher, "store": self.store}
-        settings = ModelSettings(max_batch_size=SLOTS)
+        settings, self.metrics = ModelSettings(max_batch_size=SLOTS), Mock()
         self.replica = StepReplica(
             Member("w"),
             codec=Codec(Ready({}, (), (), False, {})),
             settings=settings,
             committer=Mock(),
-            metrics=Mock(),
+            metrics=self.metrics,
             log=Mock(),
             **parts,
         )
@@ -221,6 +222,15 @@ def test_a_step_writes_only_requests_with_news(bench: Bench) -> None:
     bench.run(2)
     (writes,) = bench.store.writes
     assert [write.batch.id for write in writes] == ["1-0", "1-2"]
+
+
+def test_requests_that_began_took_no_step(bench: Bench) -> None:
+    bench.fetcher.parts = [3]
+    bench.run(3)
+    bench.process.steps.append(Step(0, 7_000, 3, 3, [Advance(0, pack_values(["x"]), 1)]))
+    bench.step([0, 1, 2])
+    bench.run(3)
+    bench.metrics.stepped.assert_called_once_with(1000)
 
 
 def test_all_are_asked_about_from_time_to_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from carpool.errors import INTERNAL, AbortedError
 from carpool.shown import name_of, trace_of
 from carpool_worker.model_process.executor import Items, Outcome, validate
 from carpool_worker.model_process.failures import Observe, OutputError, failure_of, not_observed
-from carpool_worker.model_process.model import BoundModel, BoundSequence, RequestInfo
+from carpool_worker.model_process.loaded import BoundModel, BoundSequence, RequestInfo
 from carpool_worker.model_process.outputs import Results, Returned, results_of
 
 _UNKNOWN: Final = "sequence_id: its model process does not have {}; begin it again with sequence_start"

@@ -27,7 +27,7 @@ from carpool_worker.model_process.failures import (
     not_observed,
 )
 from carpool_worker.model_process.frames import Failure, FrameHeader
-from carpool_worker.model_process.model import LoadedModel, RequestInfo
+from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.outputs import (
     Results,
     Returned,

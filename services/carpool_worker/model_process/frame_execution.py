@@ -13,7 +13,7 @@ from carpool_worker.model_process.bound_executor import BoundExecutor
 from carpool_worker.model_process.executor import Outcome, decode_items, execute, never_late
 from carpool_worker.model_process.failures import Observe, not_observed
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
-from carpool_worker.model_process.model import LoadedModel, RequestInfo
+from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.states import States
 
 # Failures, parts, payload, and why a result is too large, if one is.

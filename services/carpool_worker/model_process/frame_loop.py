@@ -12,7 +12,7 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_executor import BoundExecutor
 from carpool_worker.model_process.frame_execution import execute_bound_frame, execute_frame
 from carpool_worker.model_process.frames import End, FrameHeader
-from carpool_worker.model_process.model import BoundModel, LoadedModel
+from carpool_worker.model_process.loaded import BoundModel, LoadedModel
 from carpool_worker.model_process.raised import RaisedLog
 
 

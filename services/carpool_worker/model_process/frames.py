@@ -76,7 +76,7 @@ class Ready(NamedTuple):
     outputs: tuple[TensorSpec, ...]
     wants_requests: bool
     misspelt: Mapping[str, str]  # attribute that has no effect -> the setting that was probably meant
-    kind: ModelKind = ModelKind.PLAIN  # if STEPPING, what follows are the messages of `step_frames`
+    kind: ModelKind = ModelKind.PLAIN  # if STEPPING, what follows are the messages of `stepping.frames`
     initial_state: bytes = b""  # if STATEFUL: of a sequence that starts; states of all others are as long
 
 
@@ -123,7 +123,7 @@ class End(NamedTuple):
 
 
 def read_request(fields: Sequence[Any]) -> FrameHeader | End:
-    """What a worker sends, from its header; to a stepping model it sends `step_frames`."""
+    """What a worker sends, from its header; to a stepping model it sends those of `stepping.frames`."""
     return End(*fields[1:]) if fields[0] == _END_OF else FrameHeader(*fields)
 
 

@@ -1,4 +1,4 @@
-"""The model process: load a model, then serve it: in `step_loop` one that steps, in `frame_loop` all others.
+"""The model process: load a model, and serve it: in `stepping.loop` if it steps, else in `frame_loop`.
 
 A worker starts it as `python -m carpool_worker.model_process.main`. It talks only to its worker. The model
 has this process to itself: it may hold the GIL, sleep in C, leak or crash while the worker goes on fetching,
@@ -26,14 +26,14 @@ from carpool.logs import configure_logs
 from carpool.plugins import UnusableError, reason_of
 from carpool.shown import shortened
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.frame_loop import FrameLoop
 from carpool_worker.model_process.frames import LoadFailed, Raised
+from carpool_worker.model_process.loaded import description_of
 from carpool_worker.model_process.loader import find_model
 from carpool_worker.model_process.model import SteppingModel, load_model
 from carpool_worker.model_process.printed import show_output
 from carpool_worker.model_process.raised import RaisedLog
-from carpool_worker.model_process.step_loop import StepLoop
+from carpool_worker.model_process.stepping.loop import StepLoop
 
 EXIT_UNHEALTHY: Final = 70
 REASON_CHARS_MAX: Final = 1000  # of why it is unhealthy, which producers get as well

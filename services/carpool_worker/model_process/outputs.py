@@ -28,7 +28,7 @@ from carpool.wire.tensors import (
 from carpool.wire.values import check_integers, check_unmasked
 from carpool_worker.model_process.failures import UnclearOutputError, WrongOutputError
 from carpool_worker.model_process.frames import pack_values, unpack_results
-from carpool_worker.model_process.model import LoadedModel
+from carpool_worker.model_process.loaded import LoadedModel
 
 Stacked = dict[str, Array]  # by output name; the first dimension counts the requests
 Results = list[Any] | Stacked

@@ -27,10 +27,10 @@ from carpool.store.results import FencedError
 from carpool.store.worker import WorkerStore
 from carpool.wire.inbox import SequenceEnded
 from carpool_worker.batch_replica import BatchReplica
+from carpool_worker.bound.inbox import BatchLost, Inbox, Item
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Execution
-from carpool_worker.inbox import BatchLost, Inbox, Item
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import End, Failure

@@ -18,7 +18,7 @@ from carpool.store.connection import CommandError
 from carpool.store.steps import StepStore, StepWrite
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.step_execution import StepExecution
+from carpool_worker.stepping.execution import StepExecution
 
 CHECK_INTERVAL_S: Final = 0.05  # how often Redis is asked which requests were withdrawn or expired, or read
 FULL_RETRY_S: Final = 0.1  # after Redis rejected chunks because its memory is full
@@ -120,7 +120,7 @@ class StepWriter:
         now_s, now_us = time.monotonic(), self._store.clock.now_us()
         states = [reply.state for reply in replies]
         written = [sent for sent, state in zip(part, states, strict=True) if state == "WRITTEN"]
-        self._metrics.chunks_written(written, now_us)
+        self._metrics.chunks_written([(write, request.chunk_us) for request, write in written], now_us)
         others: dict[str, list[StepExecution]] = {"ANSWERED": [], "FENCED": [], "MISMATCH": []}
         for (request, write), reply in zip(part, replies, strict=True):
             if reply.state != "WRITTEN":

@@ -23,8 +23,8 @@ from carpool.wire.content_types import accepted
 from carpool.wire.field_hints import warnings_of
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.chunks import concatenated
-from carpool_worker.model_process.step_frames import Advance
+from carpool_worker.model_process.stepping.chunks import concatenated
+from carpool_worker.model_process.stepping.frames import Advance
 
 WRITTEN_TOGETHER_MAX: Final = 64  # chunks of a request in one script; further ones are merged
 UNSEEN_S_MAX: Final = 1.0  # between two looks at a reader's list: what counts of a longer time without one

@@ -34,13 +34,13 @@ from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Resume, Step
+from carpool_worker.model_process.stepping.frames import Admit, Configure, Drop, Resume, Step
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_requests
 from carpool_worker.sources import Fetcher
-from carpool_worker.step_execution import StepExecution
-from carpool_worker.step_log import StepLog
-from carpool_worker.step_writer import StepWriter
+from carpool_worker.stepping.execution import StepExecution
+from carpool_worker.stepping.log import StepLog
+from carpool_worker.stepping.writer import StepWriter
 
 SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each prefetched request; as in the batcher's `core.capacity`
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
@@ -288,7 +288,8 @@ class StepReplica(ReplicaLoop[Execution]):
                     self._alone = None
         self._running = step.running
         self._steps += 1
-        self._metrics.stepped(step)
+        if step.has_stepped:
+            self._metrics.stepped(step.step_us)
         self._follow_failures(step)
 
     def _follow_failures(self, step: Step) -> None:
