@@ -395,7 +395,7 @@ def test_settings_are_those_of_the_batch_that_was_dispatched_last() -> None:
     followed: list[int] = []
     for batch_id, slots in (("9-1", 5), ("8-7", 2), ("9-0", 3), ("9-2", None), ("10-0", 4)):
         text = "" if slots is None else replace(SETTINGS, max_batch_size=slots).for_steps()
-        worker.replica._follow_settings(Batch(batch_id, 1, [], "full", 0, "", settings=text))
+        worker.replica._in_hand._follow_settings(Batch(batch_id, 1, [], "full", 0, "", settings=text))
         followed.append(worker.replica.slots)
     worker.close()
     assert followed == [5, 5, 5, 5, 4]

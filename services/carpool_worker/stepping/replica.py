@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
-from itertools import count
 from typing import Any, Final
 
 from carpool.errors import ABORTED, OK
-from carpool.messages.batches import Batch
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import CommandError
 from carpool.store.results import FencedError
@@ -39,6 +37,7 @@ from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_requests
 from carpool_worker.sources import Fetcher
 from carpool_worker.stepping.execution import StepExecution
+from carpool_worker.stepping.in_hand import InHand
 from carpool_worker.stepping.log import StepLog
 from carpool_worker.stepping.writer import StepWriter
 
@@ -71,16 +70,11 @@ class StepReplica(ReplicaLoop[Execution]):
         super().__init__(member, process, codec, source, metrics)
         self._store = store
         self._committer = committer
-        self._settings = settings
         self._step_log = log
         self._finishes = finishes
-        self._settings_text = settings.for_steps()
-        self._settings_of = (0, 0)  # ID of the batch that had these
-        self._sent_settings: ModelSettings | None = settings  # those that the model process has
-        self._sent_slots = settings.max_batch_size
-        self._keys = count()
-        self._requests: dict[int, StepExecution] = {}  # by key, in the order in which they came
-        self._batches: list[tuple[str, int]] = []  # of these; replaced, never changed
+        self._in_hand = InHand(settings, has_tensors=codec.has_tensors)
+        declared = _limits(settings, settings.max_batch_size)
+        self._sent_limits: Configure | None = declared  # what the process has
         self._lost: list[StepExecution] = []  # to begin again; how many chunks they have is to be read
         self._rejected: list[Execution] = []  # batches for another kind of model, to be committed
         self._suspects: list[StepExecution] = []  # that are still to take steps alone
@@ -90,7 +84,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._running = 0  # requests that have a slot, as its last Step says
         self._steps = 0  # how many Steps were received
         self._asked = 0  # how many requests the last fetch asked for
-        self._is_part = False  # it got as many: there may be more
+        self._may_be_more = False  # it got as many
         self._writer = StepWriter(member, store, self._in_hand, metrics)
 
     # --- the loop ------------------------------------------------------------------------------------------
@@ -99,7 +93,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._fetch_if_due()
         self._send_due()
         self._write_due()
-        if self._draining and not self._source.waiting and not (self._finishes and self._requests):
+        if self._draining and not self._source.waiting and not (self._finishes and self._in_hand):
             self._hand_over()
             self._drained.set()
             return False
@@ -107,47 +101,37 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _is_receiving(self) -> bool:
         """What ends is written also while Redis is full, so it must still be received then."""
-        return not (self._writer.is_full and self._emitted_bytes() > WAITING_BYTES_MAX)
+        if not self._writer.is_full:
+            return True
+        return sum([request.emitted_bytes for request in self._in_hand]) <= WAITING_BYTES_MAX
 
     def _take_items(self, items: Sequence[Execution]) -> None:
-        self._is_part = len(items) == self._asked
+        self._may_be_more = len(items) == self._asked
         self._take(items)
 
     def _executing(self) -> tuple[Hashable, int | None]:
         """A process that steps sends something now and then, unless it waits for this worker."""
         is_waiting = (self._is_paused and self._alone is None) or not self._is_receiving()
-        has_example = self.retirement.tried is not None
-        is_busy = has_example or any(request.is_sent and not request.has_ended for request in self._in_hand())
-        if is_waiting or not is_busy:
+        if is_waiting or not (self.retirement.tried is not None or self._in_hand.begun):
             return None, None
-        return (self._steps, self._alone and self._alone.key), self._settings.max_execution_ms
+        return (self._steps, self._alone and self._alone.key), self._in_hand.settings.max_execution_ms
 
     def _timeout_s(self) -> float:
-        if not self._requests:
+        if not self._in_hand:
             return WAIT_S
         return min(WAIT_S, max(0.0, self._writer.due_at_s - time.monotonic()))
-
-    def _emitted_bytes(self) -> int:
-        return sum([request.emitted_bytes for request in self._requests.values()])
 
     # --- fetching ------------------------------------------------------------------------------------------
 
     def _fetch_if_due(self) -> None:
         slots = self.slots
         prefetched = max(1, slots // SLOTS_PREFETCHED_RATIO)
-        space = slots + prefetched - len(self._requests)
+        space = slots + prefetched - len(self._in_hand)
         if space > 0 and self.process.ready and not (self._source.waiting or self._draining):
             # Not more than a share, because other processes may have free slots, too.
             share = -(-space // self.member.model_processes) if self.member.model_processes else 0
             self._asked = min(space, max(prefetched, share))
-            self._take(self._source.start(self._asked, wait=not self._is_part))
-
-    @property
-    def _is_gathering(self) -> bool:
-        """Whether there may be more requests, which the process, as it has none, should begin with these: a
-        prefill of one more takes little longer, and the next prefill comes after a step."""
-        is_part = self._is_part and self._source.waiting
-        return is_part and not any(request.is_sent for request in self._in_hand())
+            self._take(self._source.start(self._asked, wait=not self._may_be_more))
 
     def _take(self, executions: Sequence[Execution]) -> None:
         """Take requests that were fetched or reclaimed. Those that another process began go on from there."""
@@ -155,30 +139,9 @@ class StepReplica(ReplicaLoop[Execution]):
             if execution.batch.size != 1 or execution.batch.runs[0].sequence is not None:
                 self._reject(execution)
                 continue
-            bytes_max = self._settings.max_result_bytes
-            key, now_s, has_tensors = next(self._keys), time.monotonic(), self._codec.has_tensors
-            request = StepExecution(execution, key, now_s, bytes_max, has_tensors=has_tensors)
-            self._requests[request.key] = request
+            request = self._in_hand.add(execution, time.monotonic())
             if execution.is_suspect:
                 self._suspects.append(request)
-            self._follow_settings(execution.batch)
-        self._batches = [
-            (request.execution.batch.id, request.execution.batch.epoch) for request in self._in_hand()
-        ]
-
-    def _follow_settings(self, batch: Batch) -> None:
-        """The batch that was dispatched last says which settings are in effect: not one that is reclaimed
-        later. One of a model that does not step has none."""
-        milliseconds, _, number = batch.id.partition("-")
-        dispatched = int(milliseconds), int(number)
-        if not batch.settings or dispatched < self._settings_of:
-            return
-        self._settings_of = dispatched
-        if batch.settings != self._settings_text:
-            self._settings_text = batch.settings
-            self._settings = self._settings.with_those_for_steps(batch.settings)
-            for request in self._in_hand():
-                request.result_bytes_max = self._settings.max_result_bytes
 
     def _reject(self, execution: Execution) -> None:
         """Answer a batch of several requests, or of a sequence: it was dispatched when a model that does not
@@ -193,9 +156,6 @@ class StepReplica(ReplicaLoop[Execution]):
             execution.fail(position, ABORTED, _REPLACED)
         self._rejected.append(execution)
 
-    def _in_hand(self) -> list[StepExecution]:
-        return list(self._requests.values())
-
     # --- the model process ---------------------------------------------------------------------------------
 
     def _send_due(self) -> None:
@@ -206,12 +166,16 @@ class StepReplica(ReplicaLoop[Execution]):
         self._configure_process()
         while self._suspects and self._alone is None:
             suspect = self._suspects[0]
-            if suspect.key in self._requests and suspect.is_waiting:
+            if self._in_hand.has(suspect) and suspect.is_waiting:
                 self._begin_alone(suspect)
             del self._suspects[0]  # not before Redis knows that it is alone
-        if self._alone is not None or self._is_gathering:
+        # There may be more requests, which the process, if it has none, should begin with these: a prefill of
+        # one more takes little longer, and the next prefill comes after a step.
+        are_more_coming = self._may_be_more and self._source.waiting
+        is_gathering = are_more_coming and not any(request.is_sent for request in self._in_hand)
+        if self._alone is not None or is_gathering:
             return
-        for request in self._in_hand():
+        for request in self._in_hand:
             if request.is_waiting:
                 self._admit(request)
         if self._is_paused:
@@ -226,17 +190,16 @@ class StepReplica(ReplicaLoop[Execution]):
         if example is None:
             return
         self.retirement.example_sent(example)
-        self._example_key = next(self._keys)
+        self._example_key = self._in_hand.new_key()
         admit = Admit(self._example_key, example.header.parts, example.request, example.cost, True)
         self.process.put_message(admit.message(), example.payload)
 
     def _configure_process(self) -> None:
         """Send the limits of slots and results, if they have changed."""
-        settings, slots = self._settings, self.slots
-        if settings is not self._sent_settings or slots != self._sent_slots:
-            self._sent_settings, self._sent_slots = settings, slots
-            of_slots = (slots, settings.max_batch_cost, settings.max_prefill_cost)
-            self.process.send_message(Configure(*of_slots, settings.max_result_bytes).message())
+        limits = _limits(self._in_hand.settings, self.slots)
+        if limits != self._sent_limits:
+            self._sent_limits = limits
+            self.process.send_message(limits.message())
 
     def _admit(self, request: StepExecution, steps_alone: int = 0) -> None:
         execution, now_us = request.execution, self._store.clock.now_us()
@@ -279,7 +242,7 @@ class StepReplica(ReplicaLoop[Execution]):
         now_us = self._store.clock.now_us()
         self._log_raised(step.errors)
         for advance in step.advances:
-            request = self._requests.get(advance.key)
+            request = self._in_hand.get(advance.key)
             if request is not None:
                 request.take(advance, step.size, now_us)
                 if advance.failure is not None:
@@ -296,7 +259,7 @@ class StepReplica(ReplicaLoop[Execution]):
         """Retire the process if nothing that it steps succeeds, not even the example."""
         now_s = time.monotonic()
         for advance in step.advances:
-            request = self._requests.get(advance.key)
+            request = self._in_hand.get(advance.key)
             has_succeeded = bool(advance.chunk) or advance.output is not None
             if advance.key == self._example_key:
                 if has_succeeded or advance.failure is not None:
@@ -311,7 +274,7 @@ class StepReplica(ReplicaLoop[Execution]):
                 self.retirement.observe_failure(advance.failure, request.execution.batch.id, now_s)
 
     def _suspect(self, cause: str) -> dict[str, Any]:
-        suspects = self._begun() if self._alone is None else [self._alone]
+        suspects = self._in_hand.begun if self._alone is None else [self._alone]
         shown = self._shown([request.key for request in suspects])
         for request in suspects:
             request.suspect(was_alone=request is self._alone)
@@ -321,40 +284,35 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _shown(self, indexes: Sequence[int] | None = None) -> dict[str, Any]:
         """Of those of these keys that are in hand, or of all that the process has."""
-        requests = self._begun()
+        requests = self._in_hand.begun
         if indexes is not None:
-            requests = [self._requests[key] for key in dict.fromkeys(indexes) if key in self._requests]
+            found = map(self._in_hand.get, dict.fromkeys(indexes))
+            requests = [request for request in found if request is not None]
         return shown_requests([(one.execution.batch, one.run.correlation_ids[0]) for one in requests])
-
-    def _begun(self) -> list[StepExecution]:
-        """The requests that the process has, in the order in which they came."""
-        return [request for request in self._in_hand() if request.is_sent and not request.has_ended]
 
     def _let_go_of_process(self) -> None:
         suspects = {*self._suspects, self._alone}  # one that was alone has not taken its steps
-        self._suspects = [request for request in self._in_hand() if request in suspects]
-        self._lost += self._begun()
+        self._suspects = [request for request in self._in_hand if request in suspects]
+        self._lost += self._in_hand.begun
         self._alone, self._is_paused = None, False
-        self._running, self._example_key, self._sent_settings = 0, None, None
-        for request in self._in_hand():
+        self._running, self._example_key, self._sent_limits = 0, None, None
+        for request in self._in_hand:
             request.is_sent = False
 
     def _begin_lost_again(self) -> None:
         """Have the model process begin these, from the chunks that are in Redis."""
-        lost = [request for request in self._lost if self._requests.get(request.key) is request]
+        lost = list(filter(self._in_hand.has, self._lost))
         if lost:
             chunks = self._store.chunks([request.execution.batch.id for request in lost])
-            for request, kept in zip(lost, chunks, strict=True):
-                del self._requests[request.key]
-                request.begin_again(next(self._keys), kept)
-                self._requests[request.key] = request
+            for request, written in zip(lost, chunks, strict=True):
+                self._in_hand.begin_again(request, written)
         self._lost = []
 
     # --- writing -------------------------------------------------------------------------------------------
 
     def _write_due(self) -> None:
         self._commit_rejected()
-        for written in self._writer.write_due(self._settings):
+        for written in self._writer.write_due(self._in_hand.settings):
             for request, write in written.ended:
                 self._ended(request, write)
             self._drop_fenced(written.fenced)
@@ -402,36 +360,36 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _forget(self, requests: Sequence[StepExecution]) -> None:
         self._free_slots(requests)
-        for request in requests:
-            self._requests.pop(request.key, None)
-        self._batches = [
-            (request.execution.batch.id, request.execution.batch.epoch) for request in self._in_hand()
-        ]
+        self._in_hand.remove(requests)
 
     # --- stopping ------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
         """Give all requests up, so that other workers go on with them at once."""
-        batches = [*self._batches, *self._source.unloaded()]
+        batches = [*self._in_hand.batches, *self._source.unloaded()]
         if batches:
             handed_over = self._store.hand_over(self.name, batches)
             self._log.info("requests handed over", worker=self.name, requests=handed_over)
-        self._requests.clear()
-        self._batches = []
+        self._in_hand.remove(self._in_hand)
 
     # --- for other threads ---------------------------------------------------------------------------------
 
     def batches(self) -> list[tuple[str, int]]:
         """ID and epoch of each batch in hand: what the heartbeat renews."""
-        return self._batches
+        return self._in_hand.batches
 
     @property
     def slots(self) -> int:
         """How many requests may have a slot: no more than this worker's model takes, also if a batch was
         dispatched for others."""
-        return min(self._settings.max_batch_size, self.batch_size_max or self._settings.max_batch_size)
+        size_max = self._in_hand.settings.max_batch_size
+        return min(size_max, self.batch_size_max or size_max)
 
     @property
     def slots_in_use(self) -> int:
         """How many requests have a slot. The model process does not tell when the last ones are dropped."""
-        return min(self._running, len(self._batches))
+        return min(self._running, len(self._in_hand.batches))
+
+
+def _limits(settings: ModelSettings, slots: int) -> Configure:
+    return Configure(slots, settings.max_batch_cost, settings.max_prefill_cost, settings.max_result_bytes)

@@ -7,7 +7,7 @@ from time to time. Results are written all the same, because a request that ends
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
@@ -19,6 +19,7 @@ from carpool.store.steps import StepStore, StepWrite
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.stepping.execution import StepExecution
+from carpool_worker.stepping.in_hand import InHand
 
 CHECK_INTERVAL_S: Final = 0.05  # how often Redis is asked which requests were withdrawn or expired, or read
 FULL_RETRY_S: Final = 0.1  # after Redis rejected chunks because its memory is full
@@ -39,14 +40,13 @@ class Written(NamedTuple):
 
 
 class StepWriter:
-    """`in_hand` returns the requests in the hands of the replica, which acts on what a script has returned
-    before the next one is run."""
+    """The replica acts on what a script has returned before the next one is run."""
 
     def __init__(
         self,
         member: Member,
         store: StepStore,
-        in_hand: Callable[[], Sequence[StepExecution]],
+        in_hand: InHand,
         metrics: WorkerMetrics,
     ) -> None:
         self._member = member
@@ -76,7 +76,7 @@ class StepWriter:
             checked_since_s = now_s - CHECK_INTERVAL_S
         due = [
             request
-            for request in self._in_hand()
+            for request in self._in_hand
             if request.held_since_s <= checked_since_s
             or request.has_ended
             or (not is_full and request.has_news(buffer))
@@ -87,11 +87,11 @@ class StepWriter:
             yield from self._write(due, settings, only_final=is_full)
         except CommandError as error:
             if error.code == "NOGROUP":  # Redis was emptied
-                yield Written(fenced=self._in_hand())
+                yield Written(fenced=[*self._in_hand])
                 return
             if error.code != "OOM":
                 raise
-            in_hand = self._in_hand()
+            in_hand = [*self._in_hand]
             self._log.warning("Redis is full, chunks wait", worker=self._member.name, requests=len(in_hand))
             self._full_until_s = time.monotonic() + FULL_RETRY_S
             yield from self._write(in_hand, settings, only_final=True)
