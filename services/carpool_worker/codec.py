@@ -2,6 +2,10 @@
 
 A request that expired, that cannot be decoded or that is to be dead-lettered gets no frame, but its result
 here, in its Execution. No Redis, no processes, no clock.
+
+If the model raises, its frame is halved until the failing requests are alone, and all requests of the frame
+are late. One producer's failing requests, one in each batch, would so delay those of all others. So requests
+of producers on whose requests the model often raises have frames apart, and delay each other.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from carpool.errors import (
 from carpool.messages.batches import BatchedRun
 from carpool.messages.requests import MSGPACK, RAW
 from carpool.parts import Buffer
+from carpool.producer_ratios import ProducerRatios
 from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_result_body, result_type
 from carpool.wire.content_types import accepted, is_value
@@ -45,10 +50,10 @@ from carpool.wire.tensors import (
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Example, Execution, Frame
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
-from carpool_worker.raising_producers import RaisingProducers
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
 _TEXT: Final = frozenset({str})
+APART_RATIO_MIN: Final = 0.5  # of a producer's recent frames, these raised: halving costs more than a frame
 EXAMPLE_BYTES_MAX: Final = 16 * 1024 * 1024
 ERROR_CHARS_MAX: Final = 200  # of what operators are shown
 _OTHER_KIND: Final = (
@@ -88,7 +93,7 @@ class Codec:
         self._initial_state = ready.initial_state  # empty: no states of sequences are in Redis
         self._memo = HeadMemo()
         self._result_head = _ResultHead((), 0, {})  # of the last outcome
-        self._raising = RaisingProducers()
+        self._raising = ProducerRatios()  # of recent frames with requests of a producer, those that raised
 
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
@@ -110,7 +115,7 @@ class Codec:
             if execution.answered:
                 positions = [position for position in positions if position not in execution.answered]
             is_whole = len(positions) == len(run.correlation_ids)
-            is_apart = raising is not None and raising.is_apart(run)
+            is_apart = raising is not None and raising.of(run.producer) >= APART_RATIO_MIN
             if _expired(run, now_us):
                 for position in positions:
                     execution.expire(position)
@@ -331,10 +336,9 @@ class Codec:
         if outcome.errors:
             execution.error = [*outcome.errors][-1]
         if outcome.raised or len(self._raising):
-            self._raising.observe(
-                [run for run, _, _ in _by_run(execution, frame.positions)],
-                [execution.locate(frame.positions[index])[0] for index in outcome.raised],
-            )
+            blamed = {execution.locate(frame.positions[index])[0].producer for index in outcome.raised}
+            for producer in {run.producer for run, _, _ in _by_run(execution, frame.positions)}:
+                self._raising.observe(producer, 1.0 if producer in blamed else 0.0)
         failures = outcome.failures
         succeeded = frame.positions
         if failures:

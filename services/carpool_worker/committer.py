@@ -10,13 +10,13 @@ from typing import Final
 
 import structlog
 
+from carpool.errors import UnavailableError
 from carpool.messages.results import Result
 from carpool.messages.settled import Executed, Failures
 from carpool.store.connection import CommandError
 from carpool.store.results import Address, Answer, FencedError, Start, addresses_of
 from carpool.store.worker import WorkerStore
 from carpool_worker.batch_log import BatchLog
-from carpool_worker.dead_letters import trim_dead_letters
 from carpool_worker.execution import Execution
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
@@ -62,7 +62,7 @@ class Committer:
             self.trim_dead_letters()
 
     def trim_dead_letters(self) -> None:
-        """Some were written: drop the oldest ones, if they are too many now."""
+        """Some were written: drop those that are too many now."""
         trim_dead_letters(self._store, self._metrics)
 
     def _commit(self, execution: Execution) -> set[int]:
@@ -138,6 +138,19 @@ class Committer:
             batch=execution.batch.id,
             epoch=execution.batch.epoch,
         )
+
+
+def trim_dead_letters(store: WorkerStore, metrics: WorkerMetrics) -> None:
+    """Drop those over the model's settings; count and log them. If that fails, it is done a minute later."""
+    log = structlog.get_logger()
+    try:
+        dropped = store.trim_dead_letters()
+    except (UnavailableError, CommandError) as error:
+        log.warning("dead letters are not trimmed", model=store.keys.model, reason=str(error))
+        return
+    if dropped:
+        metrics.dead_letters_dropped(dropped)
+        log.warning("dead letters dropped", model=store.keys.model, **dropped)
 
 
 def _fenced_if_emptied(execution: Execution, error: CommandError) -> Exception:

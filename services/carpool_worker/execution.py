@@ -37,7 +37,7 @@ class Frame(NamedTuple):
     Normally the whole batch. Where declared tensors vary in shape, one frame for each shape; in a suspect
     execution (one of its requests may have killed a process or a worker), one for each request, built when it
     is its turn. `positions` ascend. The payload is in pieces, so that large bodies are not copied.
-    `is_apart`: the model is expected to raise on it (`raising_producers`).
+    `is_apart`: the model is expected to raise on it (`codec`).
     """
 
     positions: Sequence[int]

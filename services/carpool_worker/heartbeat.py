@@ -19,11 +19,12 @@ from typing import Final
 import structlog
 
 from carpool.store.worker import WorkerStore
-from carpool_worker.dead_letters import INTERVAL_S, trim_dead_letters
+from carpool_worker.committer import trim_dead_letters
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.replica_loop import AnyReplica
 
 BEATS_PER_LEASE: Final = 3
+TRIM_INTERVAL_S: Final = 60.0  # dead letters become too old
 
 
 class Heartbeat:
@@ -90,7 +91,7 @@ class Heartbeat:
             self._follow_others(self._store)
         now_s = time.monotonic()
         if now_s >= self._dead_letters_at_s:  # after the leases, which must not wait for it
-            self._dead_letters_at_s = now_s + INTERVAL_S
+            self._dead_letters_at_s = now_s + TRIM_INTERVAL_S
             trim_dead_letters(self._store, self._metrics)
 
     def _measure(self) -> None:

@@ -18,18 +18,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from carpool.clock import RedisClock
 from carpool.errors import ABORTED
 from carpool.parts import Buffer
 from carpool.store.results import FencedError
 from carpool_worker.batch_replica import BatchReplica
-from carpool_worker.codec import Codec
-from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
-from carpool_worker.member import Member
-from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import OutcomeHeader
-from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import WAIT_S
 from carpool_worker.sources import Fetcher
 
@@ -44,20 +38,8 @@ class Replica(BatchReplica[Execution]):
     """See the module."""
 
     _source: Fetcher
-
-    def __init__(
-        self,
-        member: Member,
-        process: ProcessHandle,
-        codec: Codec,
-        source: Fetcher,
-        committer: Committer,
-        clock: RedisClock,
-        metrics: WorkerMetrics,
-    ) -> None:
-        super().__init__(member, process, codec, source, committer, clock, metrics)
-        self._busy_since_s = 0.0  # since when the first unfinished execution is executed
-        self._occupied_since_s = 0.0  # since when the frame that the process has is its own
+    _busy_since_s = 0.0  # since when the first unfinished execution is executed
+    _occupied_since_s = 0.0  # since when the frame that the process has is its own
 
     # --- the loop ------------------------------------------------------------------------------------------
 

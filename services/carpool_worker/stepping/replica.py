@@ -112,7 +112,9 @@ class StepReplica(ReplicaLoop[Execution]):
     def _executing(self) -> tuple[Hashable, int | None]:
         """A process that steps sends something now and then, unless it waits for this worker."""
         is_waiting = (self._is_paused and self._alone is None) or not self._is_receiving()
-        if is_waiting or not (self.retirement.tried is not None or self._in_hand.begun):
+        has_example = self.retirement.tried is not None
+        is_busy = has_example or any(request.is_sent and not request.has_ended for request in self._in_hand)
+        if is_waiting or not is_busy:
             return None, None
         return (self._steps, self._alone and self._alone.key), self._in_hand.settings.max_execution_ms
 
@@ -359,8 +361,9 @@ class StepReplica(ReplicaLoop[Execution]):
             self._alone = None
 
     def _forget(self, requests: Sequence[StepExecution]) -> None:
-        self._free_slots(requests)
-        self._in_hand.remove(requests)
+        if requests:
+            self._free_slots(requests)
+            self._in_hand.remove(requests)
 
     # --- stopping ------------------------------------------------------------------------------------------
 
