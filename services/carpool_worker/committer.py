@@ -42,8 +42,8 @@ class Committer:
         try:
             if execution.result_bytes > COMMIT_BYTES_MAX:
                 self._answer_large_results(execution)
-            while answered := self._commit(execution):
-                execution.drop(answered)  # a batcher answered them when their deadlines passed
+            while lost := self._commit(execution):
+                execution.drop(lost)  # a batcher answered them when their deadlines passed
         except CommandError as error:
             raise _fenced_if_emptied(execution, error) from error
         output_us = (time.monotonic_ns() - started_ns) // 1000
@@ -85,7 +85,7 @@ class Committer:
                 execution.waited_us,
                 execution.overhead_us,
                 Failures(execution.failed(), execution.error),
-                execution.of_producers(),
+                execution.executed_by_producer(),
             ),
             execution.run_results,
             execution.changes(),

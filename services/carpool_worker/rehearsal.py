@@ -80,7 +80,7 @@ class Rehearsal:
             sent = partial(bytearray().join, frame.payload)
             header, payload = execute_frame(self._model, frame.header, sent(), sent, self._keep)
             self._codec.take_outcome(execution, frame, header, b"".join(payload))
-            datatypes.add(header.parts[0][1] if len(header.parts) == 1 else "")
+            datatypes.add(header.layouts[0][1] if len(header.layouts) == 1 else "")
         execution.separate()
         datatypes = {spec.datatype for spec in self._model.outputs} or datatypes
         datatype = datatypes.pop() if len(datatypes) == 1 else ""
@@ -94,7 +94,7 @@ class Rehearsal:
             body = self._codec.body_of(execution, position, 0)
             if body is not None:
                 request = (str(position), "", fields)
-                admit = Admit(position, body.parts, request, 1, is_streamed=False)
+                admit = Admit(position, body.layouts, request, 1, is_streamed=False)
                 stepper.admit(admit, bytearray().join(body.payload))
         while stepper.has_next and steps < STEPS_MAX:
             step = stepper.advance()

@@ -105,17 +105,17 @@ class ReplicaLoop(ABC, Generic[Item]):
     def _wait(self) -> None:
         """Wait for the model process, for the reply to a fetch, or until something is due; take what came."""
         process, source = self.process, self._source
-        of_process = process.descriptor
-        of_source = source.descriptor if source.waiting else None
-        is_received = of_process is not None and self._is_receiving()
-        readers = [of_process] if of_process is not None and is_received else []
-        readers += [] if of_source is None else [of_source]
-        writers = [of_process] if of_process is not None and process.has_backlog else []
+        process_fd = process.descriptor
+        source_fd = source.descriptor if source.waiting else None
+        is_received = process_fd is not None and self._is_receiving()
+        readers = [process_fd] if process_fd is not None and is_received else []
+        readers += [] if source_fd is None else [source_fd]
+        writers = [process_fd] if process_fd is not None and process.has_backlog else []
         has_outcome = is_received and process.has_buffered
-        is_due = has_outcome or (source.waiting and of_source is None)
+        is_due = has_outcome or (source.waiting and source_fd is None)
         try:
             timeout_s = 0.0 if is_due else min(self._timeout_s(), self._until_over_s())
-            if of_process is None:  # it is ending
+            if process_fd is None:  # it is ending
                 timeout_s = min(timeout_s, ENDED_POLL_S)
             readable, writable = wait_until_ready(readers, writers, timeout_s)
         except OSError:
@@ -125,10 +125,10 @@ class ReplicaLoop(ABC, Generic[Item]):
         if writable:
             process.flush()
         # Another process that it started may hold its connection open.
-        has_ended = of_process is not None and not (readable or writable or process.alive)
-        if has_outcome or has_ended or (of_process is not None and of_process in readable):
+        has_ended = process_fd is not None and not (readable or writable or process.alive)
+        if has_outcome or has_ended or (process_fd is not None and process_fd in readable):
             self._receive()
-        if source.waiting and (of_source is None or of_source in readable):
+        if source.waiting and (source_fd is None or source_fd in readable):
             self._take_items(source.finish())
         elif source.waiting:
             source.check_overdue()
@@ -173,9 +173,9 @@ class ReplicaLoop(ABC, Generic[Item]):
 
     def _remember_example(self, execution: Execution, position: int, now_s: float) -> None:
         """A request of this execution has succeeded: it may be what a process is tried with later."""
-        of_worker = self.retirement.of_worker
-        if of_worker.wants_example(now_s):
-            of_worker.take_example(self._codec.example_of(execution, position), now_s)
+        last = self.retirement.last_success
+        if last.wants_example(now_s):
+            last.take_example(self._codec.example_of(execution, position), now_s)
 
     def _observe_example(self, failures: Mapping[int, Failure]) -> None:
         """Retire the process if the model has raised on the example, too."""
@@ -282,5 +282,5 @@ def shown_requests(requests: Sequence[tuple[Batch, str]], count: int = 0) -> dic
         return {"requests": 0}
     ids = [shortened(correlation_id, ID_CHARS_MAX) for _, correlation_id in requests[:IDS_SHOWN_MAX]]
     batches = list(dict.fromkeys(batch.id for batch, _ in requests[:IDS_SHOWN_MAX]))
-    of_batches = {"batch": batches[0]} if len(batches) == 1 else {"batches": batches}
-    return {**of_batches, "requests": count or len(requests), "correlation_ids": ids}
+    shown = {"batch": batches[0]} if len(batches) == 1 else {"batches": batches}
+    return {**shown, "requests": count or len(requests), "correlation_ids": ids}

@@ -137,7 +137,7 @@ class Source(ABC, Generic[Item, Store]):
 
     def _load_one(self, execution: Execution) -> Execution:
         """Load stored bodies and states. A request whose body cannot be loaded gets its result."""
-        failures, execution.states = self._store.load(execution.batch, execution.answered)
+        failures, execution.states = self._store.load(execution.batch, execution.answered_before)
         for position, detail in failures.items():
             execution.fail(position, INVALID_ARGUMENT, detail)
         return execution

@@ -132,7 +132,7 @@ class Worker:
         ]
         last_success = LastSuccess()
         for replica in self._replicas:
-            replica.retirement.of_worker = last_success
+            replica.retirement.last_success = last_success
         for name, setting in ready.misspelt.items():
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"

@@ -59,7 +59,7 @@ def test_a_batch_is_a_normal_one_if_the_model_raised_on_what_is_apart_only() -> 
         execution = prepared(codec, *MIXED)
         finish(codec, execution, Picky())
         assert execution.executed_together == (2 if number == 3 else 0)
-    assert execution.of_producers() == [ExecutedOf(("flood", ""), 2, 0)]
+    assert execution.executed_by_producer() == [ExecutedOf(("flood", ""), 2, 0)]
 
 
 def test_a_producer_that_seldom_raises_stays_with_others() -> None:

@@ -168,19 +168,19 @@ class BoundReplica(BatchReplica[Item]):
     def _commit(self, execution: Execution) -> None:
         """Commit, with the name of this process as the state of each sequence that goes on."""
         state = self.name.encode()
-        for of_run in execution.run_results:
-            execution.states |= dict.fromkeys(of_run.positions, state)
+        for group in execution.run_results:
+            execution.states |= dict.fromkeys(group.positions, state)
         self._committer.commit(execution)
         if not self._is_own(execution):
             return
-        kept = {position for of_run in execution.run_results for position in of_run.positions}
-        kept |= {position for position, result in execution.results.items() if result.status == OK}
+        succeeded = {position for group in execution.run_results for position in group.positions}
+        succeeded |= {position for position, result in execution.results.items() if result.status == OK}
         parts = enumerate(run.sequence for run in execution.batch.runs)  # each run is one request
         self._end(
             [
                 part.sequence_id
                 for position, part in parts
-                if part is not None and (part.ends or position not in kept)  # it failed, or was answered
+                if part is not None and (part.ends or position not in succeeded)  # it failed, or was answered
             ]
         )
 
@@ -253,5 +253,5 @@ class BoundReplica(BatchReplica[Item]):
 
 def _unanswered(execution: Execution) -> list[int]:
     """The positions that have no result yet."""
-    done = {position for of_run in execution.run_results for position in of_run.positions}
+    done = {position for group in execution.run_results for position in group.positions}
     return [at for at in execution.unanswered if at not in done and at not in execution.results]

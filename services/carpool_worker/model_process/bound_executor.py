@@ -42,7 +42,7 @@ class BoundExecutor:
         """Give slots to the sequences that start, and run the model on all slots, if any is ready."""
         failures = validate(self.model, items)
         indexes: dict[int, int] = {}  # of the items, by slot
-        of_slots: list[RequestInfo | None] = [None] * self.model.slots
+        slot_requests: list[RequestInfo | None] = [None] * self.model.slots
         for index, request in enumerate(requests):
             if index in failures:
                 continue
@@ -52,11 +52,11 @@ class BoundExecutor:
                 self._observe(error, (index,))
                 failures[index] = failure_of(error, INTERNAL)
             else:
-                indexes[slot], of_slots[slot] = index, request._replace(slot=slot)
+                indexes[slot], slot_requests[slot] = index, request._replace(slot=slot)
         if not indexes:
             return Outcome(failures, [])
         try:
-            outputs = self.model.run(items.spread(indexes, self.model.slots), of_slots)
+            outputs = self.model.run(items.spread(indexes, self.model.slots), slot_requests)
             returned = results_of(self.model, outputs, self.model.slots)
         except BaseException as error:
             if not isinstance(error, OutputError):

@@ -16,8 +16,8 @@ from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.states import States
 
-# Failures, parts, payload, and why a result is too large, if one is.
-_Encoded = tuple[dict[int, frames.Failure], list[frames.Part], bytes, str]
+# Failures, layouts, payload, and why a result is too large, if one is.
+_Encoded = tuple[dict[int, frames.Failure], list[frames.Layout], bytes, str]
 
 
 def execute_frame(
@@ -62,15 +62,15 @@ def _outcome_of(
     started_ns = time.perf_counter_ns()
     outcome = run()
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
-    failures, parts, data, error = _encode(model, outcome, frame.size, frame.result_bytes_max)
+    failures, layouts, data, error = _encode(model, outcome, frame.size, frame.result_bytes_max)
     header = OutcomeHeader(
         frame.first,
         frame.size,
         frame.number,
         compute_us,
         failures,
-        parts,
-        outcome.executed,
+        layouts,
+        outcome.executed_together,
         outcome.raised,
         {error: ()} if error else {},
         refused=outcome.refused,
@@ -82,12 +82,12 @@ def _encode(model: LoadedModel, outcome: Outcome, count: int, bytes_max: int) ->
     failures, results = outcome.failures, outcome.results
     if isinstance(results, dict):
         try:
-            parts, data = frames.stack(results, model.output_datatypes)
+            layouts, data = frames.stack(results, model.output_datatypes)
         except Exception as error:  # a model's arrays may be of any class and raise anything
             return _all_fail((INTERNAL, str(error)), failures, count)
         if len(data) > bytes_max * (count - len(failures)):  # all are equally large
             return _all_fail(frames.too_large(bytes_max), failures, count)
-        return failures, parts, data, ""
+        return failures, layouts, data, ""
     try:
         data = frames.pack_values(results)
     except Exception:

@@ -59,7 +59,7 @@ _RAISED: Final = "raised"
 _AGAIN: Final = "again"
 _END_OF: Final = "end"  # of sequences
 
-Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
+Layout = tuple[str, str, tuple[int, ...]]  # of one stacked tensor: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
 _Read = Callable[[str, Sequence[int], Buffer], Array]  # datatype, shape, bytes
 RequestFields = tuple[str, str, Mapping[str, bytes]]  # correlation ID, lane, fields for the model
@@ -90,7 +90,7 @@ class LoadFailed(NamedTuple):
 class FrameHeader(NamedTuple):
     """Worker to model process: the payload has the bodies of `size` requests, the first at position `first`.
 
-    Without `parts` the payload is a packed list of values. `requests` only for a model that asks for them.
+    Without `layouts` the payload is a packed list of values. `requests` only for a model that asks for them.
     For a model that keeps states, the payload ends with the states of all requests.
 
     `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
@@ -100,7 +100,7 @@ class FrameHeader(NamedTuple):
 
     first: int
     size: int
-    parts: Sequence[Part] = ()
+    layouts: Sequence[Layout] = ()
     requests: Sequence[RequestFields | SequenceFields] = ()
     deadlines: Sequence[tuple[int, int | None]] = ()
     result_bytes_max: int = RESULT_BYTES_DEFAULT
@@ -130,8 +130,8 @@ def read_request(fields: Sequence[Any]) -> FrameHeader | End:
 class OutcomeHeader(NamedTuple):
     """Model process to worker: failures by index in the frame; the payload has the results of all others.
 
-    Without `parts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
-    `executed`: the number of requests that one call of the model executed; 0 if it took several calls.
+    Without `layouts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
+    `executed_together`: how many requests one call of the model executed; 0 if it took several calls.
     `raised`: the requests on each of which the model raised alone, by index in the frame.
     `errors`: the names of what it raised (`raised`), the last one last, and the requests concerned, by index
     in the frame: those on which it raised so alone, or else all on which it did. And why a result is too
@@ -145,8 +145,8 @@ class OutcomeHeader(NamedTuple):
     number: int
     compute_us: int
     failures: Mapping[int, Failure]
-    parts: Sequence[Part] = ()
-    executed: int = 0
+    layouts: Sequence[Layout] = ()
+    executed_together: int = 0
     raised: Sequence[int] = ()
     errors: Mapping[str, Sequence[int]] = {}
     refused: Sequence[int] = ()
@@ -518,12 +518,14 @@ def _unpack_writable(code: int, data: bytes) -> Any:
 # --- stacked tensors ---------------------------------------------------------------------------------------
 
 
-def part_bytes(part: Part, count: int) -> int:
+def stacked_bytes(layout: Layout, count: int) -> int:
     """The size of `count` stacked items of a numeric tensor."""
-    return WIDTHS[part[1]] * math.prod(part[2]) * count
+    return WIDTHS[layout[1]] * math.prod(layout[2]) * count
 
 
-def unstack(parts: Sequence[Part], count: int, data: Buffer, read: _Read = from_bytes) -> dict[str, Array]:
+def unstack(
+    layouts: Sequence[Layout], count: int, data: Buffer, read: _Read = from_bytes
+) -> dict[str, Array]:
     """The stacked arrays that follow each other in `data`, each of shape (count, *shape), made by `read`:
     `from_bytes`, or `to_be_sent` for results.
 
@@ -532,7 +534,7 @@ def unstack(parts: Sequence[Part], count: int, data: Buffer, read: _Read = from_
     """
     arrays: dict[str, Array] = {}
     view, start = memoryview(data), 0
-    for name, datatype, shape in parts:
+    for name, datatype, shape in layouts:
         if datatype == "BYTES":
             texts, length = _unpack_texts(view[start:], count)
             array = np.empty(len(texts), object)
@@ -540,7 +542,7 @@ def unstack(parts: Sequence[Part], count: int, data: Buffer, read: _Read = from_
             arrays[name] = array.reshape((count, *shape))
             start += length
             continue
-        end = start + part_bytes((name, datatype, shape), count)
+        end = start + stacked_bytes((name, datatype, shape), count)
         arrays[name] = read(datatype, (count, *shape), view[start:end])
         start = end
     return arrays
@@ -554,17 +556,17 @@ def _unpack_texts(data: memoryview, count: int) -> tuple[list[str], int]:
     return texts, unpacker.tell()
 
 
-def stack(arrays: dict[str, Array], declared: Mapping[str, str]) -> tuple[list[Part], bytes]:
-    """Stacked numeric arrays as parts and bytes; a `declared` datatype replaces the array's own.
+def stack(arrays: dict[str, Array], declared: Mapping[str, str]) -> tuple[list[Layout], bytes]:
+    """Stacked numeric arrays as layouts and bytes; a `declared` datatype replaces the array's own.
 
     Raises ValueError for an array that cannot be sent stacked.
     """
-    parts: list[Part] = []
+    layouts: list[Layout] = []
     data: list[bytes] = []
     for name, array in arrays.items():
         datatype = declared.get(name) or datatype_of(array)
         if datatype == "BYTES":
             raise ValueError(f"output {name!r}: strings cannot be sent stacked")
-        parts.append((name, datatype, tuple(array.shape[1:])))
+        layouts.append((name, datatype, tuple(array.shape[1:])))
         data.append(to_bytes(array, datatype))
-    return parts, b"".join(data)
+    return layouts, b"".join(data)

@@ -193,7 +193,7 @@ class StepReplica(ReplicaLoop[Execution]):
             return
         self.retirement.example_sent(example)
         self._example_key = self._in_hand.new_key()
-        admit = Admit(self._example_key, example.header.parts, example.request, example.cost, True)
+        admit = Admit(self._example_key, example.header.layouts, example.request, example.cost, True)
         self.process.put_message(admit.message(), example.payload)
 
     def _configure_process(self) -> None:
@@ -213,11 +213,11 @@ class StepReplica(ReplicaLoop[Execution]):
         run, batch = request.run, execution.batch
         admit = Admit(
             request.key,
-            body.parts,
+            body.layouts,
             (run.correlation_ids[0], batch.lane, run.extra or {}),
             batch.cost,
             request.is_streamed,
-            request.kept,
+            request.previous_chunks,
             steps_alone,
         )
         self.process.put_message(admit.message(), *body.payload)

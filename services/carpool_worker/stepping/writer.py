@@ -100,29 +100,29 @@ class StepWriter:
         self, requests: Sequence[StepExecution], settings: ModelSettings, *, only_final: bool
     ) -> Iterator[Written]:
         now_us = self._store.clock.now_us()
-        part: list[tuple[StepExecution, StepWrite]] = []
-        part_bytes = 0
+        together: list[tuple[StepExecution, StepWrite]] = []
+        together_bytes = 0
         for request in requests:
             write = request.next_write(settings.stream_buffer, now_us, only_final=only_final)
-            part.append((request, write))
-            part_bytes += sum([len(chunk.kept) for chunk in write.chunks])
-            part_bytes += len(write.result.body or b"") if write.result is not None else 0
-            if part_bytes > WRITE_BYTES_MAX:
-                yield self._write_part(part, settings)
-                part, part_bytes = [], 0
-        if part:
-            yield self._write_part(part, settings)
+            together.append((request, write))
+            together_bytes += sum([len(chunk.kept) for chunk in write.chunks])
+            together_bytes += len(write.result.body or b"") if write.result is not None else 0
+            if together_bytes > WRITE_BYTES_MAX:
+                yield self._write_together(together, settings)
+                together, together_bytes = [], 0
+        if together:
+            yield self._write_together(together, settings)
 
-    def _write_part(
-        self, part: Sequence[tuple[StepExecution, StepWrite]], settings: ModelSettings
+    def _write_together(
+        self, together: Sequence[tuple[StepExecution, StepWrite]], settings: ModelSettings
     ) -> Written:
-        replies = self._store.write(self._member.name, [write for _, write in part])
+        replies = self._store.write(self._member.name, [write for _, write in together])
         now_s, now_us = time.monotonic(), self._store.clock.now_us()
         states = [reply.state for reply in replies]
-        written = [sent for sent, state in zip(part, states, strict=True) if state == "WRITTEN"]
+        written = [sent for sent, state in zip(together, states, strict=True) if state == "WRITTEN"]
         self._metrics.chunks_written([(write, request.chunk_us) for request, write in written], now_us)
         others: dict[str, list[StepExecution]] = {"ANSWERED": [], "FENCED": [], "MISMATCH": []}
-        for (request, write), reply in zip(part, replies, strict=True):
+        for (request, write), reply in zip(together, replies, strict=True):
             if reply.state != "WRITTEN":
                 others[reply.state].append(request)
                 continue

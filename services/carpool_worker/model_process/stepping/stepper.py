@@ -266,7 +266,7 @@ class Stepper:
 
 def _decode(admit: Admit, payload: Buffer) -> Any:
     """The body, as passed to `validate`."""
-    if admit.parts:
-        return StackedItems(frames.unstack(admit.parts, 1, payload)).item(0)
+    if admit.layouts:
+        return StackedItems(frames.unstack(admit.layouts, 1, payload)).item(0)
     (body,) = frames.unpack_bodies(payload)
     return body
