@@ -3,14 +3,15 @@
     worker process, one thread for each loop          | model process: the package model_process
                                                       |
     Redis -> sources.py ---v                          |
-                  replica.py -> process_handle.py <---|---> main.py -> executor.py -> model.py
-    Redis <- committer.py -^                          |     loader.py finds the user's model
+                  replica.py -> process_handle.py <---|---> frame_loop.py -> executor.py
+    Redis <- committer.py -^                          |     main.py loads the user's model
     Redis <- heartbeat.py                             |
                                                   frames.py: what crosses the boundary
     execution.py  a batch in hand, fetch to commit
     codec.py      bodies -> frames, outcomes -> results
 
-A replica is a loop, with a fetcher and a committer of its own; the heartbeat is one loop for all.
+A replica is a loop, with a source and a committer of its own; the heartbeat is one loop for all. Models that
+step, and those that bind sequences, have other replicas: `stepping` and `bound`.
 
 Start: the processes load the model, the model is registered, the heartbeat starts, the replicas take batches.
 Stop (drain): idle replicas leave, what is in hand is committed, the processes unload their model, the
