@@ -61,6 +61,13 @@ class BatchReplica(ReplicaLoop[Item]):
         execution.input_us = (time.monotonic_ns() - started_ns) // 1000
         execution.ready_us = self._clock.now_us()
 
+    def _fetch(self) -> bool:
+        """Ask for more. Whether a batch was taken at once, from a dead worker or process."""
+        reclaimed = self._source.start()
+        for execution in reclaimed:
+            self.take(execution)
+        return bool(reclaimed)
+
     @abstractmethod
     def _prepare(self, execution: Execution) -> None:
         """Decode a batch. What cannot be executed gets its result."""

@@ -25,7 +25,6 @@ from carpool_worker.batch_replica import BatchReplica
 from carpool_worker.execution import Execution
 from carpool_worker.model_process.frames import OutcomeHeader
 from carpool_worker.replica_loop import WAIT_S
-from carpool_worker.sources import Fetcher
 
 EXECUTIONS_MAX: Final = 2
 # A busy replica fetches its next batch this long before it expects to be idle: early enough to hide the round
@@ -37,7 +36,6 @@ EARLY_FINISH_RATIO: Final = 0.8  # of the expected execution time: a batch may f
 class Replica(BatchReplica[Execution]):
     """See the module."""
 
-    _source: Fetcher
     _busy_since_s = 0.0  # since when the first unfinished execution is executed
     _occupied_since_s = 0.0  # since when the frame that the process has is its own
 
@@ -69,9 +67,7 @@ class Replica(BatchReplica[Execution]):
         """Ask for the next batch if that is due. Whether one was taken at once, from a dead worker."""
         if self._source.waiting or self._draining or self._fetch_at_s() > time.monotonic():
             return False
-        executions = self._source.start()
-        self._take_items(executions)
-        return bool(executions)
+        return self._fetch()
 
     def _take_items(self, items: Sequence[Execution]) -> None:
         for execution in items:

@@ -92,6 +92,10 @@ class Source(ABC, Generic[Item, Store]):
         self.descriptor: int | None = None  # the socket to wait on for it
         self._unloaded: list[Execution] = []  # their stored bodies and states could not be loaded yet
 
+    @abstractmethod
+    def start(self) -> list[Execution]:
+        """Reclaim a batch if that is due and there is one; else ask for more."""
+
     def finish(self) -> list[Item]:
         """What was asked for; nothing if there was none within the time that Redis waits."""
         self.waiting = False
@@ -114,7 +118,6 @@ class Source(ABC, Generic[Item, Store]):
             raise
 
     def _reclaim_or(self, ask: Callable[[], None]) -> list[Execution]:
-        """Reclaim a batch if that is due and there is one; else ask for more."""
         try:
             if not self._unloaded:
                 reclaimed = self._reclaimer.reclaim_if_due()
@@ -168,10 +171,7 @@ class Fetcher(Source[Execution, WorkerStore]):
         self._asked_us = 0  # when the fetch was sent, by Redis's clock
 
     def start(self, count: int = 1, *, wait: bool = True) -> list[Execution]:
-        """Reclaim a batch if that is due and there is one; else ask for the next ones, at most `count`.
-
-        Without `wait`, only for those that are there.
-        """
+        """At most `count` are asked for; without `wait`, only those that are there."""
         return self._reclaim_or(partial(self._ask, count, self._block_ms if wait else None))
 
     def _ask(self, count: int, block_ms: int | None) -> None:

@@ -40,7 +40,6 @@ class Inbox(Source[Item, BoundStore]):
         self._last_id = INBOX_START  # of the messages that were taken
 
     def start(self) -> list[Execution]:
-        """Reclaim a batch if that is due and there is one; else ask for messages."""
         return self._reclaim_or(self._ask)
 
     def _ask(self) -> None:

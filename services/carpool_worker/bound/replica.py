@@ -91,13 +91,6 @@ class BoundReplica(BatchReplica[Item]):
         if example is not None and self.process.ready and self._first_unfinished() is None:
             self._send_example(example)
 
-    def _fetch(self) -> bool:
-        """Ask for messages. Whether a batch was taken at once, from a dead process."""
-        executions = self._source.start()
-        for execution in executions:
-            self.take(execution)
-        return bool(executions)
-
     def _take_items(self, items: Sequence[Item]) -> None:
         self._is_quiet = self._is_marked and not items
         for item in items:
