@@ -118,9 +118,8 @@ class BatchReplica(ReplicaLoop[Item]):
         outcome, payload = received
         if self.retirement.tried is not None:
             self._log_raised({})
-            self._observe_example(
-                {} if outcome.executed_together else outcome.failures
-            )  # it may return exceptions
+            failures = {} if outcome.executed_together else outcome.failures  # it may return exceptions
+            self._observe_example(failures)
             return
         execution = self._executed()
         assert execution is not None  # the process handle compares the numbers of frames and outcomes
