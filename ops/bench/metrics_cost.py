@@ -28,8 +28,7 @@ from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.step_frames import Step
-from carpool_worker.step_execution import StepExecution
+from carpool_worker.stepping.execution import StepExecution
 
 REQUEST_CPU_US: Final = 31.0  # CPU time of a request over all processes: `make bench`, 1,024 in flight
 MODEL: Final = "noop"
@@ -80,11 +79,10 @@ def stepped(size: int) -> Callable[[], None]:
     for request in requests:
         request.chunk_us = 30_000
     write = StepWrite(batch, 1, [KeptChunk(Chunk("1", MSGPACK, b"", 1), b"")])
-    written = [(request, write) for request in requests]
-    step = Step(19_000, 0, size, size, [])
+    written = [(write, request.chunk_us) for request in requests]
 
     def record() -> None:
-        metrics.stepped(step)
+        metrics.stepped(19_000)
         metrics.chunks_written(written, 50_000)
 
     return record

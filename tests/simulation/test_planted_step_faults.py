@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import pytest
 
-from carpool_worker.model_process import slots
-from carpool_worker.model_process.generation import Generation
-from carpool_worker.model_process.slots import Round, Slots
-from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.model_process.stepping import slots
+from carpool_worker.model_process.stepping.generation import Generation
+from carpool_worker.model_process.stepping.slots import Round, Slots
+from carpool_worker.model_process.stepping.stepper import Stepper
 from simulation.test_stepper_machine import StepperMachine
 from support.planting import Fault, Faults, Patch, of_machine
 

@@ -11,9 +11,9 @@ import pytest
 from carpool.errors import ResourceExhaustedError
 from carpool.wire.tensors import datatype_of, to_bfloat16
 from carpool_worker.model_process.frames import Failure, pack_values, too_large, unpack_results, unpack_values
-from carpool_worker.model_process.generation import CHUNK_OVERHEAD_BYTES, Generation
-from carpool_worker.model_process.step_frames import Admit, Advance
-from carpool_worker.model_process.stepping import GeneratorModel, ResultLimit
+from carpool_worker.model_process.stepping.frames import Admit, Advance
+from carpool_worker.model_process.stepping.generation import CHUNK_OVERHEAD_BYTES, Generation
+from carpool_worker.model_process.stepping.requests import GeneratorModel, ResultLimit
 
 
 def generation(body: Any = "body", sent: Sequence[Any] = (), *, is_streamed: bool = True) -> Generation:

@@ -17,7 +17,7 @@ import structlog
 from carpool.store.steps import StepWrite
 from carpool_worker.batch_log import SUMMARY_INTERVAL_S
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.step_execution import StepExecution
+from carpool_worker.stepping.execution import StepExecution
 
 
 class StepLog:

@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
-from itertools import count
 from typing import Any, Final
 
 from carpool.errors import ABORTED, OK
-from carpool.messages.batches import Batch
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import CommandError
 from carpool.store.results import FencedError
@@ -34,15 +32,16 @@ from carpool.store.steps import StepStore, StepWrite
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
-from carpool_worker.fetcher import Fetcher
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.frames import ProcessGoneError
-from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Resume, Step
+from carpool_worker.model_process.stepping.frames import Admit, Configure, Drop, Resume, Step
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_requests
-from carpool_worker.step_execution import StepExecution
-from carpool_worker.step_log import StepLog
-from carpool_worker.step_writer import StepWriter
+from carpool_worker.sources import Fetcher
+from carpool_worker.stepping.execution import StepExecution
+from carpool_worker.stepping.in_hand import InHand
+from carpool_worker.stepping.log import StepLog
+from carpool_worker.stepping.writer import StepWriter
 
 SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each prefetched request; as in the batcher's `core.capacity`
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
@@ -53,36 +52,31 @@ _REPLACED: Final = "it was dispatched to a model of this name that does not step
 class StepReplica(ReplicaLoop[Execution]):
     """See the module."""
 
-    _fetcher: Fetcher
+    _source: Fetcher
 
     def __init__(
         self,
-        consumer: str,
+        member: Member,
         process: ProcessHandle,
         codec: Codec,
-        fetcher: Fetcher,
+        source: Fetcher,
+        metrics: WorkerMetrics,
+        *,
         store: StepStore,
         committer: Committer,
         settings: ModelSettings,
-        metrics: WorkerMetrics,
-        step_log: StepLog,
-        *,
+        log: StepLog,
         finishes: bool = False,
     ) -> None:
         """`finishes`: when it drains, it finishes its requests instead of handing them over."""
-        super().__init__(consumer, process, codec, fetcher, metrics)
+        super().__init__(member, process, codec, source, metrics)
         self._store = store
         self._committer = committer
-        self._settings = settings
-        self._step_log = step_log
+        self._step_log = log
         self._finishes = finishes
-        self._settings_text = settings.for_steps()
-        self._settings_of = (0, 0)  # ID of the batch that had these
-        self._sent_settings: ModelSettings | None = settings  # those that the model process has
-        self._sent_slots = settings.max_batch_size
-        self._keys = count()
-        self._requests: dict[int, StepExecution] = {}  # by key, in the order in which they came
-        self._batches: list[tuple[str, int]] = []  # of these; replaced, never changed
+        self._in_hand = InHand(settings, has_tensors=codec.has_tensors)
+        declared = _limits(settings, settings.max_batch_size)
+        self._sent_limits: Configure | None = declared  # what the process has
         self._lost: list[StepExecution] = []  # to begin again; how many chunks they have is to be read
         self._rejected: list[Execution] = []  # batches for another kind of model, to be committed
         self._suspects: list[StepExecution] = []  # that are still to take steps alone
@@ -92,8 +86,8 @@ class StepReplica(ReplicaLoop[Execution]):
         self._running = 0  # requests that have a slot, as its last Step says
         self._steps = 0  # how many Steps were received
         self._asked = 0  # how many requests the last fetch asked for
-        self._is_part = False  # it got as many: there may be more
-        self._writer = StepWriter(consumer, store, self._in_hand, metrics)
+        self._may_be_more = False  # it got as many
+        self._writer = StepWriter(member, store, self._in_hand, metrics)
 
     # --- the loop ------------------------------------------------------------------------------------------
 
@@ -101,7 +95,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._fetch_if_due()
         self._send_due()
         self._write_due()
-        if self._draining and not self._fetcher.waiting and not (self._finishes and self._requests):
+        if self._draining and not self._source.waiting and not (self._finishes and self._in_hand):
             self._hand_over()
             self._drained.set()
             return False
@@ -109,47 +103,39 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _is_receiving(self) -> bool:
         """What ends is written also while Redis is full, so it must still be received then."""
-        return not (self._writer.is_full and self._emitted_bytes() > WAITING_BYTES_MAX)
+        if not self._writer.is_full:
+            return True
+        return sum([request.emitted_bytes for request in self._in_hand]) <= WAITING_BYTES_MAX
 
-    def _take_fetched(self, executions: Sequence[Execution]) -> None:
-        self._is_part = len(executions) == self._asked
-        self._take(executions)
+    def _take_items(self, items: Sequence[Execution]) -> None:
+        self._may_be_more = len(items) == self._asked
+        self._take(items)
 
     def _executing(self) -> tuple[Hashable, int | None]:
         """A process that steps sends something now and then, unless it waits for this worker."""
         is_waiting = (self._is_paused and self._alone is None) or not self._is_receiving()
         has_example = self.retirement.tried is not None
-        is_busy = has_example or any(request.is_sent and not request.has_ended for request in self._in_hand())
+        is_busy = has_example or any(request.is_sent and not request.has_ended for request in self._in_hand)
         if is_waiting or not is_busy:
             return None, None
-        return (self._steps, self._alone and self._alone.key), self._settings.max_execution_ms
+        return (self._steps, self._alone and self._alone.key), self._in_hand.settings.max_execution_ms
 
     def _timeout_s(self) -> float:
-        if not self._requests:
+        if not self._in_hand:
             return WAIT_S
         return min(WAIT_S, max(0.0, self._writer.due_at_s - time.monotonic()))
-
-    def _emitted_bytes(self) -> int:
-        return sum([request.emitted_bytes for request in self._requests.values()])
 
     # --- fetching ------------------------------------------------------------------------------------------
 
     def _fetch_if_due(self) -> None:
         slots = self.slots
         prefetched = max(1, slots // SLOTS_PREFETCHED_RATIO)
-        space = slots + prefetched - len(self._requests)
-        if space > 0 and self.process.ready and not (self._fetcher.waiting or self._draining):
+        space = slots + prefetched - len(self._in_hand)
+        if space > 0 and self.process.ready and not (self._source.waiting or self._draining):
             # Not more than a share, because other processes may have free slots, too.
-            share = -(-space // self.model_processes) if self.model_processes else 0
+            share = -(-space // self.member.model_processes) if self.member.model_processes else 0
             self._asked = min(space, max(prefetched, share))
-            self._take(self._fetcher.start(self._asked, wait=not self._is_part))
-
-    @property
-    def _is_gathering(self) -> bool:
-        """Whether there may be more requests, which the process, as it has none, should begin with these: a
-        prefill of one more takes little longer, and the next prefill comes after a step."""
-        is_part = self._is_part and self._fetcher.waiting
-        return is_part and not any(request.is_sent for request in self._in_hand())
+            self._take(self._source.start(self._asked, wait=not self._may_be_more))
 
     def _take(self, executions: Sequence[Execution]) -> None:
         """Take requests that were fetched or reclaimed. Those that another process began go on from there."""
@@ -157,46 +143,22 @@ class StepReplica(ReplicaLoop[Execution]):
             if execution.batch.size != 1 or execution.batch.runs[0].sequence is not None:
                 self._reject(execution)
                 continue
-            bytes_max = self._settings.max_result_bytes
-            key, now_s, has_tensors = next(self._keys), time.monotonic(), self._codec.has_tensors
-            request = StepExecution(execution, key, now_s, bytes_max, has_tensors=has_tensors)
-            self._requests[request.key] = request
+            request = self._in_hand.add(execution, time.monotonic())
             if execution.is_suspect:
                 self._suspects.append(request)
-            self._follow_settings(execution.batch)
-        self._batches = [
-            (request.execution.batch.id, request.execution.batch.epoch) for request in self._in_hand()
-        ]
-
-    def _follow_settings(self, batch: Batch) -> None:
-        """The batch that was dispatched last says which settings are in effect: not one that is reclaimed
-        later. One of a model that does not step has none."""
-        milliseconds, _, number = batch.id.partition("-")
-        dispatched = int(milliseconds), int(number)
-        if not batch.settings or dispatched < self._settings_of:
-            return
-        self._settings_of = dispatched
-        if batch.settings != self._settings_text:
-            self._settings_text = batch.settings
-            self._settings = self._settings.with_those_for_steps(batch.settings)
-            for request in self._in_hand():
-                request.result_bytes_max = self._settings.max_result_bytes
 
     def _reject(self, execution: Execution) -> None:
         """Answer a batch of several requests, or of a sequence: it was dispatched when a model that does not
         step had this name. A replica of such a model can execute it; this one cannot."""
         self._log.warning(
             "batch rejected, it is for another model of this name",
-            worker=self.consumer,
+            worker=self.name,
             batch=execution.batch.id,
             size=execution.batch.size,
         )
         for position in execution.unanswered:
             execution.fail(position, ABORTED, _REPLACED)
         self._rejected.append(execution)
-
-    def _in_hand(self) -> list[StepExecution]:
-        return list(self._requests.values())
 
     # --- the model process ---------------------------------------------------------------------------------
 
@@ -208,12 +170,16 @@ class StepReplica(ReplicaLoop[Execution]):
         self._configure_process()
         while self._suspects and self._alone is None:
             suspect = self._suspects[0]
-            if suspect.key in self._requests and suspect.is_waiting:
+            if self._in_hand.has(suspect) and suspect.is_waiting:
                 self._begin_alone(suspect)
             del self._suspects[0]  # not before Redis knows that it is alone
-        if self._alone is not None or self._is_gathering:
+        # There may be more requests, which the process, if it has none, should begin with these: a prefill of
+        # one more takes little longer, and the next prefill comes after a step.
+        are_more_coming = self._may_be_more and self._source.waiting
+        is_gathering = are_more_coming and not any(request.is_sent for request in self._in_hand)
+        if self._alone is not None or is_gathering:
             return
-        for request in self._in_hand():
+        for request in self._in_hand:
             if request.is_waiting:
                 self._admit(request)
         if self._is_paused:
@@ -228,17 +194,16 @@ class StepReplica(ReplicaLoop[Execution]):
         if example is None:
             return
         self.retirement.example_sent(example)
-        self._example_key = next(self._keys)
-        admit = Admit(self._example_key, example.header.parts, example.request, example.cost, True)
+        self._example_key = self._in_hand.new_key()
+        admit = Admit(self._example_key, example.header.layouts, example.request, example.cost, True)
         self.process.put_message(admit.message(), example.payload)
 
     def _configure_process(self) -> None:
         """Send the limits of slots and results, if they have changed."""
-        settings, slots = self._settings, self.slots
-        if settings is not self._sent_settings or slots != self._sent_slots:
-            self._sent_settings, self._sent_slots = settings, slots
-            of_slots = (slots, settings.max_batch_cost, settings.max_prefill_cost)
-            self.process.send_message(Configure(*of_slots, settings.max_result_bytes).message())
+        limits = _limits(self._in_hand.settings, self.slots)
+        if limits != self._sent_limits:
+            self._sent_limits = limits
+            self.process.send_message(limits.message())
 
     def _admit(self, request: StepExecution, steps_alone: int = 0) -> None:
         execution, now_us = request.execution, self._store.clock.now_us()
@@ -250,11 +215,11 @@ class StepReplica(ReplicaLoop[Execution]):
         run, batch = request.run, execution.batch
         admit = Admit(
             request.key,
-            body.parts,
+            body.layouts,
             (run.correlation_ids[0], batch.lane, run.extra or {}),
             batch.cost,
             request.is_streamed,
-            request.kept,
+            request.previous_chunks,
             steps_alone,
         )
         self.process.put_message(admit.message(), *body.payload)
@@ -263,7 +228,7 @@ class StepReplica(ReplicaLoop[Execution]):
     def _begin_alone(self, request: StepExecution) -> None:
         """Should this worker die as well, the next one knows which request was alone."""
         try:
-            self._store.record_start(self.consumer, request.execution.batch, request.next_start)
+            self._store.record_start(self.name, request.execution.batch, request.next_start)
         except (FencedError, CommandError) as error:
             if isinstance(error, CommandError) and error.code != "NOGROUP":  # Redis was emptied
                 raise
@@ -273,27 +238,15 @@ class StepReplica(ReplicaLoop[Execution]):
         self._admit(request, request.begin_alone())
         self.process.flush()
 
-    def _receive(self) -> None:
-        """Receive a Step, or that a new model process is ready, or that the process died."""
-        try:
-            if not self.process.ready:
-                if self.process.receive_ready() is not None:
-                    self._log.info("model process replaced", worker=self.consumer, pid=self.process.pid)
-                    self._sent_settings = None
-                return
-            received = self.process.receive_message(Step.read)
-        except ProcessGoneError:
-            if not self._closing:  # else this worker closed the connection: no request is the cause
-                self._replace_process()
-            return
+    def _take_message(self) -> None:
+        received = self.process.receive_message(Step.read)
         if received is None:
             return
         step, _ = received
         now_us = self._store.clock.now_us()
-        if self.process.raised:
-            self._log_raised(step.errors, self._shown_requests)
+        self._log_raised(step.errors)
         for advance in step.advances:
-            request = self._requests.get(advance.key)
+            request = self._in_hand.get(advance.key)
             if request is not None:
                 request.take(advance, step.size, now_us)
                 if advance.failure is not None:
@@ -302,14 +255,15 @@ class StepReplica(ReplicaLoop[Execution]):
                     self._alone = None
         self._running = step.running
         self._steps += 1
-        self._metrics.stepped(step)
+        if step.has_stepped:
+            self._metrics.stepped(step.step_us)
         self._follow_failures(step)
 
     def _follow_failures(self, step: Step) -> None:
         """Retire the process if nothing that it steps succeeds, not even the example."""
         now_s = time.monotonic()
         for advance in step.advances:
-            request = self._requests.get(advance.key)
+            request = self._in_hand.get(advance.key)
             has_succeeded = bool(advance.chunk) or advance.output is not None
             if advance.key == self._example_key:
                 if has_succeeded or advance.failure is not None:
@@ -323,58 +277,46 @@ class StepReplica(ReplicaLoop[Execution]):
             elif advance.failure is not None and request is not None:
                 self.retirement.observe_failure(advance.failure, request.execution.batch.id, now_s)
 
-    def _replace_process(self) -> None:
-        """The model process died: start another, which goes on from the chunks in Redis."""
-        begun = self._begun()
-        cause = self.process.exit_cause()
-        self._metrics.process_died()
-        self._log_raised({}, self._shown_requests)
-        suspects = begun if self._alone is None else [self._alone]
-        shown = self._shown_requests([request.key for request in suspects])
-        self._log.error("model process died", worker=self.consumer, how=cause, **shown)
+    def _suspect(self, cause: str) -> dict[str, Any]:
+        suspects = self._in_hand.begun if self._alone is None else [self._alone]
+        shown = self._shown([request.key for request in suspects])
         for request in suspects:
             request.suspect(was_alone=request is self._alone)
             request.execution.cause_of_death = cause
         self._suspects += [request for request in suspects if request not in self._suspects]
-        self._let_go_of_process()
-        self.process.hang_up()
+        return shown
 
-    def _shown_requests(self, keys: Sequence[int] | None = None) -> dict[str, Any]:
-        """What the log shows of the requests of these keys that are in hand, or of those that the process
-        has."""
-        held = [self._requests.get(key) for key in dict.fromkeys(keys)] if keys is not None else self._begun()
-        found = [request for request in held if request is not None]
-        return shown_requests([(held.execution.batch, held.run.correlation_ids[0]) for held in found])
-
-    def _begun(self) -> list[StepExecution]:
-        """The requests that the process has, in the order in which they came."""
-        return [request for request in self._in_hand() if request.is_sent and not request.has_ended]
+    def _shown(self, indexes: Sequence[int] | None = None) -> dict[str, Any]:
+        """Of those of these keys that are in hand, or of all that the process has."""
+        requests = self._in_hand.begun
+        if indexes is not None:
+            found = map(self._in_hand.get, dict.fromkeys(indexes))
+            requests = [request for request in found if request is not None]
+        return shown_requests([(one.execution.batch, one.run.correlation_ids[0]) for one in requests])
 
     def _let_go_of_process(self) -> None:
         suspects = {*self._suspects, self._alone}  # one that was alone has not taken its steps
-        self._suspects = [request for request in self._in_hand() if request in suspects]
-        self._lost += self._begun()
+        self._suspects = [request for request in self._in_hand if request in suspects]
+        self._lost += self._in_hand.begun
         self._alone, self._is_paused = None, False
-        self._running, self._example_key = 0, None
-        for request in self._in_hand():
+        self._running, self._example_key, self._sent_limits = 0, None, None
+        for request in self._in_hand:
             request.is_sent = False
 
     def _begin_lost_again(self) -> None:
         """Have the model process begin these, from the chunks that are in Redis."""
-        lost = [request for request in self._lost if self._requests.get(request.key) is request]
+        lost = list(filter(self._in_hand.has, self._lost))
         if lost:
             chunks = self._store.chunks([request.execution.batch.id for request in lost])
-            for request, kept in zip(lost, chunks, strict=True):
-                del self._requests[request.key]
-                request.begin_again(next(self._keys), kept)
-                self._requests[request.key] = request
+            for request, written in zip(lost, chunks, strict=True):
+                self._in_hand.begin_again(request, written)
         self._lost = []
 
     # --- writing -------------------------------------------------------------------------------------------
 
     def _write_due(self) -> None:
         self._commit_rejected()
-        for written in self._writer.write_due(self._settings):
+        for written in self._writer.write_due(self._in_hand.settings):
             for request, write in written.ended:
                 self._ended(request, write)
             self._drop_fenced(written.fenced)
@@ -397,7 +339,7 @@ class StepReplica(ReplicaLoop[Execution]):
         if result.status == OK:
             execution.results[0] = result
         self._metrics.ended(execution, execution.counts(), self._store.clock.now_us())
-        self._step_log.ended(self.consumer, request, write)
+        self._step_log.ended(self.name, request, write)
         if write.dead_letter is not None:
             self._committer.trim_dead_letters()
         self._forget([request])
@@ -421,37 +363,38 @@ class StepReplica(ReplicaLoop[Execution]):
             self._alone = None
 
     def _forget(self, requests: Sequence[StepExecution]) -> None:
-        self._free_slots(requests)
-        for request in requests:
-            self._requests.pop(request.key, None)
-        self._batches = [
-            (request.execution.batch.id, request.execution.batch.epoch) for request in self._in_hand()
-        ]
+        if requests:
+            self._free_slots(requests)
+            self._in_hand.remove(requests)
 
     # --- stopping ------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
         """Give all requests up, so that other workers go on with them at once."""
-        batches = [*self._batches, *self._fetcher.unloaded()]
+        batches = [*self._in_hand.batches, *self._source.unloaded()]
         if batches:
-            handed_over = self._store.hand_over(self.consumer, batches)
-            self._log.info("requests handed over", worker=self.consumer, requests=handed_over)
-        self._requests.clear()
-        self._batches = []
+            handed_over = self._store.hand_over(self.name, batches)
+            self._log.info("requests handed over", worker=self.name, requests=handed_over)
+        self._in_hand.remove(self._in_hand)
 
     # --- for other threads ---------------------------------------------------------------------------------
 
     def batches(self) -> list[tuple[str, int]]:
         """ID and epoch of each batch in hand: what the heartbeat renews."""
-        return self._batches
+        return self._in_hand.batches
 
     @property
     def slots(self) -> int:
         """How many requests may have a slot: no more than this worker's model takes, also if a batch was
         dispatched for others."""
-        return min(self._settings.max_batch_size, self.batch_size_max or self._settings.max_batch_size)
+        size_max = self._in_hand.settings.max_batch_size
+        return min(size_max, self.batch_size_max or size_max)
 
     @property
     def slots_in_use(self) -> int:
         """How many requests have a slot. The model process does not tell when the last ones are dropped."""
-        return min(self._running, len(self._batches))
+        return min(self._running, len(self._in_hand.batches))
+
+
+def _limits(settings: ModelSettings, slots: int) -> Configure:
+    return Configure(slots, settings.max_batch_cost, settings.max_prefill_cost, settings.max_result_bytes)

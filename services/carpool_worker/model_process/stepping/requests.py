@@ -21,9 +21,9 @@ import numpy as np
 
 from carpool.errors import INTERNAL, AbortedError
 from carpool.model_settings import RESULT_BYTES_DEFAULT
-from carpool_worker.model_process.chunks import text_array
 from carpool_worker.model_process.failures import Observe, failure_of, not_observed
 from carpool_worker.model_process.frames import Failure, pack_values, places_in, too_large, unpack_values
+from carpool_worker.model_process.stepping.chunks import text_array
 
 _PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
 _PLAIN_PACKER: Final = msgpack.Packer()

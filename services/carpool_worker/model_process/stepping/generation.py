@@ -8,11 +8,11 @@ from typing import Any, Final
 import msgpack
 
 from carpool.errors import ABORTED, INTERNAL
-from carpool_worker.model_process.chunks import join
 from carpool_worker.model_process.failures import Observe, not_observed
 from carpool_worker.model_process.frames import Failure, pack_values, unpack_results
-from carpool_worker.model_process.step_frames import Admit, Advance
-from carpool_worker.model_process.stepping import ResultLimit, StepRequest, list_header
+from carpool_worker.model_process.stepping.chunks import join
+from carpool_worker.model_process.stepping.frames import Admit, Advance
+from carpool_worker.model_process.stepping.requests import ResultLimit, StepRequest, list_header
 
 CHUNK_OVERHEAD_BYTES: Final = 128  # of Redis's memory for a field with a chunk; measured: 85 to 93
 _LIST_OF_ONE = list_header(1)

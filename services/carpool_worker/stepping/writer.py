@@ -9,7 +9,7 @@ Why: docs/decisions/0055.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
@@ -18,8 +18,10 @@ import structlog
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import CommandError
 from carpool.store.steps import StepStore, StepWrite
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.step_execution import StepExecution
+from carpool_worker.stepping.execution import StepExecution
+from carpool_worker.stepping.in_hand import InHand
 
 CHECK_INTERVAL_S: Final = 0.05  # how often Redis is asked which requests were withdrawn or expired, or read
 FULL_RETRY_S: Final = 0.1  # after Redis rejected chunks because its memory is full
@@ -40,17 +42,16 @@ class Written(NamedTuple):
 
 
 class StepWriter:
-    """`in_hand` returns the requests in the hands of the replica, which acts on what a script has returned
-    before the next one is run."""
+    """The replica acts on what a script has returned before the next one is run."""
 
     def __init__(
         self,
-        consumer: str,
+        member: Member,
         store: StepStore,
-        in_hand: Callable[[], Sequence[StepExecution]],
+        in_hand: InHand,
         metrics: WorkerMetrics,
     ) -> None:
-        self._consumer = consumer
+        self._member = member
         self._store = store
         self._in_hand = in_hand
         self._metrics = metrics
@@ -77,7 +78,7 @@ class StepWriter:
             checked_since_s = now_s - CHECK_INTERVAL_S
         due = [
             request
-            for request in self._in_hand()
+            for request in self._in_hand
             if request.held_since_s <= checked_since_s
             or request.has_ended
             or (not is_full and request.has_news(buffer))
@@ -88,12 +89,12 @@ class StepWriter:
             yield from self._write(due, settings, only_final=is_full)
         except CommandError as error:
             if error.code == "NOGROUP":  # Redis was emptied
-                yield Written(fenced=self._in_hand())
+                yield Written(fenced=[*self._in_hand])
                 return
             if error.code != "OOM":
                 raise
-            in_hand = self._in_hand()
-            self._log.warning("Redis is full, chunks wait", worker=self._consumer, requests=len(in_hand))
+            in_hand = [*self._in_hand]
+            self._log.warning("Redis is full, chunks wait", worker=self._member.name, requests=len(in_hand))
             self._full_until_s = time.monotonic() + FULL_RETRY_S
             yield from self._write(in_hand, settings, only_final=True)
 
@@ -101,29 +102,29 @@ class StepWriter:
         self, requests: Sequence[StepExecution], settings: ModelSettings, *, only_final: bool
     ) -> Iterator[Written]:
         now_us = self._store.clock.now_us()
-        part: list[tuple[StepExecution, StepWrite]] = []
-        part_bytes = 0
+        together: list[tuple[StepExecution, StepWrite]] = []
+        together_bytes = 0
         for request in requests:
             write = request.next_write(settings.stream_buffer, now_us, only_final=only_final)
-            part.append((request, write))
-            part_bytes += sum([len(chunk.kept) for chunk in write.chunks])
-            part_bytes += len(write.result.body or b"") if write.result is not None else 0
-            if part_bytes > WRITE_BYTES_MAX:
-                yield self._write_part(part, settings)
-                part, part_bytes = [], 0
-        if part:
-            yield self._write_part(part, settings)
+            together.append((request, write))
+            together_bytes += sum([len(chunk.kept) for chunk in write.chunks])
+            together_bytes += len(write.result.body or b"") if write.result is not None else 0
+            if together_bytes > WRITE_BYTES_MAX:
+                yield self._write_together(together, settings)
+                together, together_bytes = [], 0
+        if together:
+            yield self._write_together(together, settings)
 
-    def _write_part(
-        self, part: Sequence[tuple[StepExecution, StepWrite]], settings: ModelSettings
+    def _write_together(
+        self, together: Sequence[tuple[StepExecution, StepWrite]], settings: ModelSettings
     ) -> Written:
-        replies = self._store.write(self._consumer, [write for _, write in part])
+        replies = self._store.write(self._member.name, [write for _, write in together])
         now_s, now_us = time.monotonic(), self._store.clock.now_us()
         states = [reply.state for reply in replies]
-        written = [sent for sent, state in zip(part, states, strict=True) if state == "WRITTEN"]
-        self._metrics.chunks_written(written, now_us)
+        written = [sent for sent, state in zip(together, states, strict=True) if state == "WRITTEN"]
+        self._metrics.chunks_written([(write, request.chunk_us) for request, write in written], now_us)
         others: dict[str, list[StepExecution]] = {"ANSWERED": [], "FENCED": [], "MISMATCH": []}
-        for (request, write), reply in zip(part, replies, strict=True):
+        for (request, write), reply in zip(together, replies, strict=True):
             if reply.state != "WRITTEN":
                 others[reply.state].append(request)
                 continue

@@ -25,8 +25,8 @@ from carpool.wire.content_types import accepted
 from carpool.wire.field_hints import warnings_of
 from carpool_worker.execution import Execution
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.chunks import concatenated
-from carpool_worker.model_process.step_frames import Advance
+from carpool_worker.model_process.stepping.chunks import concatenated
+from carpool_worker.model_process.stepping.frames import Advance
 
 WRITTEN_TOGETHER_MAX: Final = 64  # chunks of a request in one script; further ones are merged
 UNSEEN_S_MAX: Final = 1.0  # between two looks at a reader's list: what counts of a longer time without one
@@ -69,9 +69,9 @@ class Reader:
 class StepExecution:
     """See the module. `key` is its number in the model process; `written` counts its chunks in Redis.
 
-    `kept` are the chunks that another process wrote, until they are sent to the next one. `result` is its
-    final result, once it ended. `is_answered`: a batcher answered it before this worker took it, so it only
-    has to be removed. `deaths_together`: how often its process or worker died while it was generated.
+    `previous_chunks` are those of other processes, until they are sent to the next one. `result` is its final
+    result, once it ended. `is_answered`: a batcher answered it before this worker took it, so it only has to
+    be removed. `deaths_together`: how often its process or worker died while it was generated.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class StepExecution:
         self.is_streamed = execution.batch.stream  # its producer wants chunks
         self.key = key
         self.held_since_s = now_s
-        self.kept = execution.chunks
+        self.previous_chunks = execution.chunks
         self.written = len(execution.chunks)
         self.first_us = execution.first_us
         self.is_sent = False  # the model process has it, and has not reported its end
-        self.is_answered = 0 in execution.answered
+        self.is_answered = 0 in execution.answered_before
         self.result: Result | None = None
         self.emitted_bytes = 0  # of the chunks that are not written
         self.deaths_together = execution.batch.epoch - 1
@@ -150,7 +150,7 @@ class StepExecution:
         """
         self.execution.starts[0] = self.next_start
         self.has_passed = False
-        doublings = max(0, self.deaths_together - (CONTINUED_DEATHS_MAX if self.kept else 1))
+        doublings = max(0, self.deaths_together - (CONTINUED_DEATHS_MAX if self.previous_chunks else 1))
         self._steps_alone = 1 << min(doublings, STEPS_ALONE_DOUBLINGS_MAX)
         return self._steps_alone
 
@@ -169,13 +169,13 @@ class StepExecution:
     def sent(self, now_us: int) -> None:
         """It was sent to the model process."""
         self.is_sent = True
-        self.kept = ()
+        self.previous_chunks = ()
         self._sent_us = now_us
 
-    def begin_again(self, key: int, kept: Sequence[bytes]) -> None:
-        """Another process is to go on from what was written, the chunks `kept`."""
-        self.key, self.kept, self.written = key, kept, len(kept)
-        self._written_bytes = sum(map(len, kept))
+    def begin_again(self, key: int, chunks: Sequence[bytes]) -> None:
+        """Another process is to go on from these chunks, which were written."""
+        self.key, self.previous_chunks, self.written = key, chunks, len(chunks)
+        self._written_bytes = sum(map(len, chunks))
         self.is_sent = False
         self._renew_us = 0
         self._forget_emitted()
@@ -283,11 +283,11 @@ class StepExecution:
     def _chunks(self, *, is_behind: bool) -> list[KeptChunk]:
         """The emitted chunks; as one if the reader is behind, or they are many."""
         if is_behind or len(self._emitted) > WRITTEN_TOGETHER_MAX:
-            values = [value for kept in self._emitted for value in frames.unpack_results(kept)]
+            values = [value for chunk in self._emitted for value in frames.unpack_results(chunk)]
             return [self._chunk(0, values)]
-        return [self._chunk(at, frames.unpack_results(kept), kept) for at, kept in enumerate(self._emitted)]
+        return [self._chunk(at, frames.unpack_results(one), one) for at, one in enumerate(self._emitted)]
 
-    def _chunk(self, offset: int, values: list[Any], kept: bytes | None = None) -> KeptChunk:
+    def _chunk(self, offset: int, values: list[Any], packed: bytes | None = None) -> KeptChunk:
         run = self.run
         value = values[0] if len(values) == 1 else concatenated(values)
         is_list = value is None and len(values) > 1
@@ -295,7 +295,7 @@ class StepExecution:
         body = encode_result_body(content_type, values if is_list else value)
         index, merged = self.written + offset, len(values)
         chunk = Chunk(run.correlation_ids[0], content_type, body, index, merged, is_list)
-        return KeptChunk(chunk, frames.pack_values(values) if kept is None else kept)
+        return KeptChunk(chunk, frames.pack_values(values) if packed is None else packed)
 
     def _type_of(self, value: Any) -> str:
         return result_type(self.run.content_type, self._wanted, value, has_tensors=self._has_tensors)

@@ -20,11 +20,11 @@ from carpool.shown import name_of, trace_of
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.executor import FIXED_TYPES, StackedItems
 from carpool_worker.model_process.failures import Observe, failure_of, not_observed
-from carpool_worker.model_process.generation import Generation
-from carpool_worker.model_process.model import SteppingModel
-from carpool_worker.model_process.slots import Round, Slots
-from carpool_worker.model_process.step_frames import Admit, Advance, Configure, Step
-from carpool_worker.model_process.stepping import ResultLimit
+from carpool_worker.model_process.loaded import SteppingModel
+from carpool_worker.model_process.stepping.frames import Admit, Advance, Configure, Step
+from carpool_worker.model_process.stepping.generation import Generation
+from carpool_worker.model_process.stepping.requests import ResultLimit
+from carpool_worker.model_process.stepping.slots import Round, Slots
 
 Requests = Sequence[Generation]
 Errors = dict[str, list[int]]  # as in `Step`
@@ -266,7 +266,7 @@ class Stepper:
 
 def _decode(admit: Admit, payload: Buffer) -> Any:
     """The body, as passed to `validate`."""
-    if admit.parts:
-        return StackedItems(frames.unstack(admit.parts, 1, payload)).item(0)
+    if admit.layouts:
+        return StackedItems(frames.unstack(admit.layouts, 1, payload)).item(0)
     (body,) = frames.unpack_bodies(payload)
     return body

@@ -12,10 +12,10 @@ import time
 from typing import Final
 
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.model import SteppingModel
+from carpool_worker.model_process.loaded import SteppingModel
 from carpool_worker.model_process.raised import RaisedLog
-from carpool_worker.model_process.step_frames import Admit, Configure, Drop, read_worker_message
-from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.model_process.stepping.frames import Admit, Configure, Drop, read_worker_message
+from carpool_worker.model_process.stepping.stepper import Stepper
 
 SIGN_OF_LIFE_S: Final = 0.25  # a Step is sent that often even if nothing changed, to show that nothing hangs
 

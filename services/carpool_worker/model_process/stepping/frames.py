@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
-from carpool_worker.model_process.frames import Failure, Part, RequestFields
+from carpool_worker.model_process.frames import Failure, Layout, RequestFields
 
 _ADMIT: Final = 0
 _DROP: Final = 1
@@ -27,7 +27,7 @@ class Admit(NamedTuple):
     """Worker to process: generate for this request, as soon as a slot is free.
 
     `key`: the worker's number for the request, never used twice for one process. The payload is the body of
-    one request, encoded as in `frames.FrameHeader`: with `parts`, tensors; without, a packed list of one
+    one request, encoded as in `frames.FrameHeader`: with `layouts`, tensors; without, a packed list of one
     value. `chunks`: those that its reader may have seen, oldest first, if another process began it.
     `is_streamed`: whether chunks are wanted; if not, only the output is sent.
 
@@ -37,7 +37,7 @@ class Admit(NamedTuple):
     """
 
     key: int
-    parts: Sequence[Part]
+    layouts: Sequence[Layout]
     request: RequestFields
     cost: int
     is_streamed: bool
