@@ -10,7 +10,6 @@ import pytest
 
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
-from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies
 from carpool.tickets import Tickets
 from carpool_batcher.core import capacity, scheduler
@@ -226,8 +225,8 @@ def let_full_batches_overtake_for_ever(patch: Patch) -> None:
 
 @FAULTS.found(examples=79)
 def look_for_requests_too_late(patch: Patch) -> None:
-    def earliest_dispatch_us(dispatcher: Dispatcher, settings: ModelSettings, now_us: int) -> int:
-        return original(dispatcher, settings, now_us) + 1000
+    def earliest_dispatch_us(dispatcher: Dispatcher, now_us: int) -> int:
+        return original(dispatcher, now_us) + 1000
 
     original = Dispatcher.earliest_dispatch_us
     patch.setattr(Dispatcher, "earliest_dispatch_us", earliest_dispatch_us)

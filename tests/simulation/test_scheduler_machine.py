@@ -25,11 +25,11 @@ from carpool.messages.results import Refusal
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows, StoredBody
+from carpool_batcher.core import rules
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.dispatching import PLANNED_BATCHES_MAX
 from carpool_batcher.core.learned.transit import magnitude
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
-from carpool_batcher.core.waiting import queue
 from carpool_batcher.core.waiting.lane import NEVER_US
 from carpool_batcher.core.waiting.lane_index import Claim, Gate
 from carpool_batcher.core.waiting.withdrawals import PAUSE_US
@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit = mock.patch.object(queue, "MAX_BATCH_BYTES", MAX_BATCH_BYTES)
+        self.limit = mock.patch.object(rules, "MAX_BATCH_BYTES", MAX_BATCH_BYTES)
         self.limit.start()
         self.now_us = START_US
         self.items: dict[tuple[Entry, str], Item] = {}
@@ -961,7 +961,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         capacity, free_us = self.scheduler.capacity, self._free_us(taken)
         if free_us is None or not capacity.latency.known or not self._is_full(lane):
             return False
-        settles_us, batch_id = capacity._executing[0]
+        ahead = taken - self.scheduler.model_processes  # of these, some execute if processes are gone
+        settles_us, batch_id = capacity._executing[ahead if ahead < len(capacity._executing) else 0]
         latest_us = settles_us + capacity._tolerance_us(batch_id)
         return (
             self.scheduler.settings.policy == "deferred"

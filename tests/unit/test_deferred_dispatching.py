@@ -329,9 +329,9 @@ def test_what_was_learned_is_applied_to_few_of_many_lanes_at_a_time(monkeypatch:
     claimed: list[str] = []
     claim = Dispatcher._claim
 
-    def counted(self: Dispatcher, lane: Lane, settings: ModelSettings, now_us: int) -> Any:
+    def counted(self: Dispatcher, lane: Lane, now_us: int) -> Any:
         claimed.append(lane.name)
-        return claim(self, lane, settings, now_us)
+        return claim(self, lane, now_us)
 
     monkeypatch.setattr(Dispatcher, "_claim", counted)
     for number in range(100):  # each is a batch that settles

@@ -13,7 +13,8 @@ from carpool.producer_ratios import PRODUCERS_MAX
 from carpool_batcher.core.deferred import ArrivalRate
 from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers
 from carpool_batcher.core.learned.executed_share import BATCHES_MAX
-from carpool_batcher.core.waiting.fairness import Shares, Slice
+from carpool_batcher.core.rules import Shares
+from carpool_batcher.core.waiting.fairness import Slice
 from carpool_batcher.core.waiting.lane import Lane
 from support.scheduler_harness import MS, SchedulerHarness
 

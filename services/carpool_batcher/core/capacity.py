@@ -47,7 +47,7 @@ from carpool_batcher.core.learned.executed_share import ExecutionTimes
 from carpool_batcher.core.learned.lane_latency import LaneLatencies
 from carpool_batcher.core.learned.latency import LatencyModel
 from carpool_batcher.core.learned.transit import Transit
-from carpool_batcher.core.waiting.batch_space import NO_LIMIT
+from carpool_batcher.core.rules import NO_LIMIT
 
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion

@@ -13,15 +13,14 @@ from carpool.errors import DEADLINE_EXCEEDED, INTERNAL
 from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
-from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.decisions import Decision, refusal
 from carpool_batcher.core.deferred import ArrivalRate, Forecast, is_efficient, latest_start_us, plan
 from carpool_batcher.core.learned.doubtful_producers import executable_size
+from carpool_batcher.core.rules import BatchLimits, Rules, Shares
 from carpool_batcher.core.sequences.space import Processes
-from carpool_batcher.core.waiting.batch_space import BatchLimits
-from carpool_batcher.core.waiting.fairness import Shares, Slice
+from carpool_batcher.core.waiting.fairness import Slice
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane, PoppedBatch
 from carpool_batcher.core.waiting.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
 from carpool_batcher.core.waiting.queue import Queue
@@ -36,45 +35,46 @@ CONTENDING: Final = (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)  # batches t
 class Dispatcher:
     """Forms the batches that are dispatched now, and says when to ask again."""
 
-    def __init__(self, queue: Queue, capacity: Capacity, processes: Processes) -> None:
+    def __init__(self, rules: Rules, queue: Queue, capacity: Capacity, processes: Processes) -> None:
+        self._rules = rules
         self._queue = queue
         self._capacity = capacity
         self._processes = processes
         self._index = LaneIndex(queue.turns)
         self._arrivals = ArrivalRate()
-        self._indexed_settings: ModelSettings | None = None
+        self._indexed_version = 0  # of the rules
         self._indexed_learned = 0
         self._outdated: list[str] = []  # lanes whose claims are still to be updated with what was learned
         self._is_put_off = False  # until a process is free, full batches wait as others do
         self._overtaken = 0  # batches dispatched before one that came first, but had to wait for a process
         self._is_held_up = False  # full batches wait until that one is dispatched
 
-    def dispatch(self, settings: ModelSettings, custom: CustomPolicy | None, now_us: int) -> list[Decision]:
+    def dispatch(self, custom: CustomPolicy | None, now_us: int) -> list[Decision]:
         """The batches to dispatch now, those with the strongest claim first, and the requests to refuse."""
         decisions: list[Decision] = []
-        self._update_index(settings, now_us)
+        self._update_index(now_us)
         self._is_put_off = self._is_put_off and self._is_early(now_us)
         self._is_held_up = False
-        while self._queue.count and (gates := self._open_gates(settings, now_us)):
-            claim, overtakes = self._next_claim(gates, settings, now_us)
+        while self._queue.count and (gates := self._open_gates(now_us)):
+            claim, overtakes = self._next_claim(gates, now_us)
             if claim is None:
                 break
             gate = self._index.gate_of(claim)
-            formed = self._form(self._queue.lanes[claim.lane], claim.reason, settings, custom, now_us)
+            formed = self._form(self._queue.lanes[claim.lane], claim.reason, custom, now_us)
             decisions += formed
             if overtakes:
                 self._overtaken += sum(type(decision) is Dispatch for decision in formed)
             elif gate in (Gate.FREE, Gate.SPACED):
                 self._overtaken = 0
-            self._update_index(settings, now_us)
+            self._update_index(now_us)
         return decisions
 
-    def wake_at_us(self, settings: ModelSettings, now_us: int) -> int | None:
+    def wake_at_us(self, now_us: int) -> int | None:
         """When a batch could be dispatched by time alone; None if not before something happens."""
-        full_at_us = self._capacity.free_at_us(now_us, is_full=self._may_be_early(settings))
+        full_at_us = self._capacity.free_at_us(now_us, is_full=self._may_be_early())
         if full_at_us is None or not self._queue.undelayed:
             return None
-        self._update_index(settings, now_us)
+        self._update_index(now_us)
         free_at_us = self._capacity.free_at_us(now_us)
         if free_at_us is None:
             free_at_us = NEVER_US
@@ -86,27 +86,25 @@ class Dispatcher:
         wake_us = min(full_at_us, max(free_at_us, min(ready_at_us, spaced_at_us)))
         return None if wake_us == NEVER_US else wake_us
 
-    def earliest_dispatch_us(self, settings: ModelSettings, now_us: int) -> int:
+    def earliest_dispatch_us(self, now_us: int) -> int:
         """Before this no batch needs to be dispatched, whatever arrives; NEVER_US: not before one settles.
 
         A batch that becomes full may be dispatched before that, to wait at a busy process: where that may
         happen soon, or where it is unknown for how long the process is busy, it is `now_us`.
         """
-        if self._capacity.has_capacity() and self._may_go_ahead_soon(settings):
+        if self._capacity.has_capacity() and self._may_go_ahead_soon():
             return now_us
-        at_us = self._capacity.free_at_us(now_us, is_full=self._may_be_early(settings))
+        at_us = self._capacity.free_at_us(now_us, is_full=self._may_be_early())
         return NEVER_US if at_us is None else at_us
 
-    def oldest_arrival_us(self, settings: ModelSettings, now_us: int) -> int | None:
+    def oldest_arrival_us(self, now_us: int) -> int | None:
         """When the oldest waiting request arrived; None if none waits."""
-        self._update_index(settings, now_us)
+        self._update_index(now_us)
         return self._index.oldest_arrival_us()
 
     # --- when, and why -------------------------------------------------------------------------------------
 
-    def _next_claim(
-        self, gates: Sequence[Gate], settings: ModelSettings, now_us: int
-    ) -> tuple[Claim | None, bool]:
+    def _next_claim(self, gates: Sequence[Gate], now_us: int) -> tuple[Claim | None, bool]:
         """The claim of the next batch, of those behind these gates; and whether it overtakes one that comes
         first, but has to wait until a process is free.
 
@@ -114,7 +112,7 @@ class Dispatcher:
         one ahead of each process at any time, none would ever be free. Nor does it wait for even spacing.
         """
         while (claim := self._index.first(CONTENDING, now_us)) is not None:
-            if not self._is_current(claim, settings, now_us):
+            if not self._is_current(claim, now_us):
                 continue
             gate = self._index.gate_of(claim)
             if gate in gates:
@@ -125,13 +123,13 @@ class Dispatcher:
                 self._is_held_up = True
                 return None, False
             full = self._index.first(gates, now_us)
-            if full is None or self._is_current(full, settings, now_us):
+            if full is None or self._is_current(full, now_us):
                 return full, True
         return None, False
 
-    def _open_gates(self, settings: ModelSettings, now_us: int) -> Sequence[Gate]:
+    def _open_gates(self, now_us: int) -> Sequence[Gate]:
         ahead = (Gate.AHEAD,) if self._capacity.has_capacity() else ()
-        if self._is_early(now_us, is_full=self._may_be_early(settings)):
+        if self._is_early(now_us, is_full=self._may_be_early()):
             return ahead
         if not ahead:
             return (Gate.FULL,)
@@ -141,26 +139,26 @@ class Dispatcher:
             return (Gate.AHEAD, Gate.FULL, Gate.FREE)
         return (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)
 
-    def _update_index(self, settings: ModelSettings, now_us: int) -> None:
+    def _update_index(self, now_us: int) -> None:
         """Follow the lanes that changed. What was learned since concerns all lanes, but only if deferred."""
         queue, index = self._queue, self._index
-        if settings.policy == "deferred":
+        if self._rules.policy == "deferred":
             self._arrivals.observe(queue.arrived, now_us, self._capacity.turnaround_all_us)
-        learned = self._capacity.learned if settings.policy == "deferred" else 0
+        learned = self._capacity.learned if self._rules.policy == "deferred" else 0
         changed: Iterable[str] = queue.changed
-        if settings is not self._indexed_settings:
+        if self._rules.version != self._indexed_version:
             changed = queue.changed | queue.lanes.keys()
         elif learned != self._indexed_learned:
             changed = queue.changed | self._next_outdated(
                 LANES_UPDATED_MAX * (learned - self._indexed_learned)
             )
-        self._indexed_settings, self._indexed_learned = settings, learned
+        self._indexed_version, self._indexed_learned = self._rules.version, learned
         for name in changed:
             lane = queue.lanes.get(name)
             if lane is None or not lane.count:
                 index.remove(name)
             else:
-                index.put(*self._claim(lane, settings, now_us), lane, now_us)
+                index.put(*self._claim(lane, now_us), lane, now_us)
         queue.changed.clear()
 
     def _next_outdated(self, count: int) -> set[str]:
@@ -179,21 +177,21 @@ class Dispatcher:
         del self._outdated[-count:]
         return next_lanes
 
-    def _is_current(self, claim: Claim, settings: ModelSettings, now_us: int) -> bool:
+    def _is_current(self, claim: Claim, now_us: int) -> bool:
         """Whether a lane's claim accounts for all that was learned; if not, it is updated."""
-        if settings.policy != "deferred":
+        if self._rules.policy != "deferred":
             return True
         lane = self._queue.lanes[claim.lane]
-        gate, current = self._claim(lane, settings, now_us)
+        gate, current = self._claim(lane, now_us)
         self._index.put(gate, current, lane, now_us)
         return current == claim
 
-    def _claim(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[Gate, Claim]:
-        ready_at_us, reason = self._ready_at_us(lane, settings, now_us)
+    def _claim(self, lane: Lane, now_us: int) -> tuple[Gate, Claim]:
+        ready_at_us, reason = self._ready_at_us(lane, now_us)
         gate = Gate.FREE
         if lane.process and self._processes.is_busy(lane.process):
             gate = Gate.BUSY
-        elif reason == "full" and settings.policy != "deferred":
+        elif reason == "full" and self._rules.policy != "deferred":
             gate = Gate.AHEAD  # it cannot grow. Under `deferred` it could be late if it is ahead for long
         elif reason == "full":
             gate = Gate.FULL
@@ -201,23 +199,23 @@ class Dispatcher:
             gate = Gate.SPACED
         return gate, Claim(lane.name, lane.head()[1], reason, ready_at_us)
 
-    def _ready_at_us(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[int, DispatchReason]:
+    def _ready_at_us(self, lane: Lane, now_us: int) -> tuple[int, DispatchReason]:
         """When a batch of a lane is ready, and the reason. The lane must not be empty."""
-        if self._queue.has_full_batch(lane, settings):
+        if self._queue.has_full_batch(lane):
             return ANY_TIME_US, "full"
-        if settings.preferred_batch_sizes and _preferred_size(lane, settings):
+        if self._rules.preferred_sizes and _preferred_size(lane, self._rules):
             return ANY_TIME_US, "preferred"
         if lane.urgent:
             return ANY_TIME_US, "deadline"
-        delay_ends_us = lane.head()[1] + int(settings.max_queue_delay_ms * 1000)
-        if not self._is_deferred(lane, settings):
-            return delay_ends_us, "delay" if settings.max_queue_delay_ms else "idle"
-        forecast = self._forecast(lane, settings)
+        delay_ends_us = lane.head()[1] + self._rules.queue_delay_us
+        if not self._is_deferred(lane):
+            return delay_ends_us, "delay" if self._rules.has_queue_delay else "idle"
+        forecast = self._forecast(lane)
         size = max(1, lane.executable)
-        if is_efficient(forecast.times, size, settings.max_batch_size, self._gap_us(lane, now_us)):
+        if is_efficient(forecast.times, size, self._rules.batch.size, self._gap_us(lane, now_us)):
             return ANY_TIME_US, "efficient"
-        start_us = latest_start_us(forecast, lane.earliest_due_us(_target_us(settings)), size)
-        if settings.max_queue_delay_ms and delay_ends_us < start_us:
+        start_us = latest_start_us(forecast, lane.earliest_due_us(self._rules.target_us), size)
+        if self._rules.has_queue_delay and delay_ends_us < start_us:
             return delay_ends_us, "delay"
         return start_us, "deadline"
 
@@ -228,17 +226,17 @@ class Dispatcher:
         )  # of the arrivals, as of those that wait
         return self._arrivals.gap_us / lane_ratio * max(1, self._capacity.idle_processes(now_us))
 
-    def _is_deferred(self, lane: Lane, settings: ModelSettings) -> bool:
+    def _is_deferred(self, lane: Lane) -> bool:
         """Whether the policy is `deferred`, and both l(n) and a due time are known."""
-        if settings.policy != "deferred" or not self._capacity.latency.known:
+        if self._rules.policy != "deferred" or not self._capacity.latency.known:
             return False
-        return lane.earliest_due_us(_target_us(settings)) != NEVER_US
+        return lane.earliest_due_us(self._rules.target_us) != NEVER_US
 
-    def _forecast(self, lane: Lane, settings: ModelSettings) -> Forecast:
+    def _forecast(self, lane: Lane) -> Forecast:
         """What is known of a lane's batches, without when processes are free."""
         transit = self._capacity.transit.by_size
         times = self._capacity.times_of(lane.label)
-        return Forecast(times, settings.max_batch_size, transit, transit.at_most_us)
+        return Forecast(times, self._rules.batch.size, transit, transit.at_most_us)
 
     # --- forming a batch -----------------------------------------------------------------------------------
 
@@ -246,7 +244,6 @@ class Dispatcher:
         self,
         lane: Lane,
         reason: DispatchReason,
-        settings: ModelSettings,
         custom: CustomPolicy | None,
         now_us: int,
     ) -> list[Decision]:
@@ -257,25 +254,25 @@ class Dispatcher:
         batch would be in time, nothing is decided yet: others may arrive that can take part.
         """
         if custom is not None:
-            return self._form_custom(lane, reason, settings, custom)
-        if settings.max_batch_size == 1 and settings.policy != "deferred" and not lane.process:
+            return self._form_custom(lane, reason, custom)
+        if self._rules.batch.size == 1 and self._rules.policy != "deferred" and not lane.process:
             # Each is full, so that nothing but capacity decides how many are dispatched.
-            return self._dispatch_singly(lane, reason, settings)
-        size = _preferred_size(lane, settings) if reason == "preferred" else settings.max_batch_size
-        if not lane.executable or not self._is_deferred(lane, settings):
-            return [self._dispatch_from(lane, reason, size, settings)]
-        forecast, starts_us = self._forecast(lane, settings), self._capacity.starts_us(now_us)
-        size_max = min(lane.executable, settings.max_batch_size)
-        if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
-            return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
-        shares = self._queue.shares(settings)
+            return self._dispatch_singly(lane, reason)
+        size = _preferred_size(lane, self._rules) if reason == "preferred" else self._rules.batch.size
+        if not lane.executable or not self._is_deferred(lane):
+            return [self._dispatch_from(lane, reason, size)]
+        forecast, starts_us = self._forecast(lane), self._capacity.starts_us(now_us)
+        size_max = min(lane.executable, self._rules.batch.size)
+        if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(self._rules.target_us):
+            return [self._dispatch_from(lane, reason, size)]  # all are in time: no plan is needed
+        shares = self._rules.shares
         slices = list(_planned_front(lane, shares, PLANNED_BATCHES_MAX * size))
         if not slices:
-            return [self._dispatch_from(lane, reason, size, settings)]
+            return [self._dispatch_from(lane, reason, size)]
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
         deadlines_us: list[int] = []
         for run, _, count in slices:
-            deadlines_us += [_strict_deadline_us(run, lane, settings)] * count
+            deadlines_us += [_strict_deadline_us(run, lane, self._rules)] * count
         ahead_max = PLANNED_BATCHES_MAX * size * max(1, len(forecast.free_times_us))
         behind = min(lane.executable, ahead_max) - len(deadlines_us)
         planned = plan(forecast, deadlines_us, starts_us, behind)
@@ -283,40 +280,38 @@ class Dispatcher:
             self._is_put_off = True
             return []
         if not planned.size and self._capacity.begin_trial(lane.label, now_us):
-            return [self._dispatch_from(lane, reason, size, settings)]
+            return [self._dispatch_from(lane, reason, size)]
         if planned.refused:
             return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
         length = _length_with_doubtful(lane, shares, planned.size, size)
-        return [self._dispatch_from(lane, reason, length, settings)]
+        return [self._dispatch_from(lane, reason, length)]
 
-    def _may_be_early(self, settings: ModelSettings) -> bool:
+    def _may_be_early(self) -> bool:
         """Whether a full batch may be dispatched earlier than others."""
-        return settings.policy == "deferred" and not self._is_put_off
+        return self._rules.policy == "deferred" and not self._is_put_off
 
-    def _may_go_ahead_soon(self, settings: ModelSettings) -> bool:
+    def _may_go_ahead_soon(self) -> bool:
         """Whether a batch may soon be full, and is to be dispatched ahead of a busy process then."""
-        if settings.policy == "deferred":
+        if self._rules.policy == "deferred":
             return False
-        is_half_full = 2 * (self._queue.undelayed + 1) > settings.max_batch_size
-        return is_half_full or settings.max_batch_cost is not None or not self._capacity.latency.known
+        is_half_full = 2 * (self._queue.undelayed + 1) > self._rules.batch.size
+        return is_half_full or self._rules.has_batch_cost or not self._capacity.latency.known
 
     def _is_early(self, now_us: int, *, is_full: bool = False) -> bool:
         """Whether it is too early to dispatch a batch, or a full one."""
         free_at_us = self._capacity.free_at_us(now_us, is_full=is_full)
         return free_at_us is None or free_at_us > now_us
 
-    def _form_custom(
-        self, lane: Lane, reason: DispatchReason, settings: ModelSettings, custom: CustomPolicy
-    ) -> list[Decision]:
+    def _form_custom(self, lane: Lane, reason: DispatchReason, custom: CustomPolicy) -> list[Decision]:
         """Dispatch the requests that a user's policy includes, or refuse those for which it raised."""
-        slices = self._queue.peek_batch(lane, settings)
+        slices = self._queue.peek_batch(lane)
         requests = [request for run, start, count in slices for request in run.requests(start, start + count)]
         formed = custom.form(requests)
         decisions: list[Decision] = [
             refusal(run, INTERNAL, "policy", formed.detail) for run in self._take(slices, formed.failed)
         ]
         if formed.size:
-            decisions.append(self._dispatch_from(lane, reason, formed.size, settings))
+            decisions.append(self._dispatch_from(lane, reason, formed.size))
         return decisions
 
     def _take(self, slices: Sequence[Slice], indexes: Iterable[int]) -> list[Run]:
@@ -333,32 +328,28 @@ class Dispatcher:
         detail = f"refused early: the {remaining_ms:.0f} ms before its deadline are not enough to execute it"
         return refusal(run, DEADLINE_EXCEEDED, "early", detail)
 
-    def _dispatch_from(
-        self, lane: Lane, reason: DispatchReason, size: int, settings: ModelSettings
-    ) -> Dispatch:
+    def _dispatch_from(self, lane: Lane, reason: DispatchReason, size: int) -> Dispatch:
         """Take the next batch of a lane, of at most `size` requests, and reserve capacity for it."""
-        return self._to_dispatch(lane, reason, self._queue.pop_batch(lane, size, settings), settings)
+        return self._to_dispatch(lane, reason, self._queue.pop_batch(lane, size))
 
-    def _dispatch_singly(self, lane: Lane, reason: DispatchReason, settings: ModelSettings) -> list[Decision]:
+    def _dispatch_singly(self, lane: Lane, reason: DispatchReason) -> list[Decision]:
         """Take requests of the next run of a lane, each for a batch by itself: as many as there is capacity
         for, in one turn of their tenant. They arrived together, so no other request comes between them, and
         to decide on each of them costs several times as much."""
         batches, cost = self._capacity.left()
-        (run,), expired = self._queue.pop_run(lane, BatchLimits(batches, cost), settings)
-        return [
-            self._to_dispatch(lane, reason, PoppedBatch([one], expired), settings) for one in run.separate()
-        ]
+        (run,), expired = self._queue.pop_run(lane, BatchLimits(batches, cost))
+        return [self._to_dispatch(lane, reason, PoppedBatch([one], expired)) for one in run.separate()]
 
-    def _to_dispatch(
-        self, lane: Lane, reason: DispatchReason, popped: PoppedBatch, settings: ModelSettings
-    ) -> Dispatch:
+    def _to_dispatch(self, lane: Lane, reason: DispatchReason, popped: PoppedBatch) -> Dispatch:
         """Dispatch these, and reserve capacity for them."""
         runs, expired = popped
         first_expired = len(runs) - expired
         undated = frozenset(
-            run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, settings)
+            run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, self._rules)
         )
-        self._capacity.reserve(sum([run.cost * len(run) for run in runs]) if settings.max_batch_cost else 0)
+        self._capacity.reserve(
+            sum([run.cost * len(run) for run in runs]) if self._rules.has_batch_cost else 0
+        )
         expected_us = self._capacity.expected_us(lane.label, executable_size(runs))
         if lane.process:
             self._processes.begin_batch(lane.process)
@@ -397,24 +388,19 @@ def _length_with_doubtful(lane: Lane, shares: Shares, executable: int, length_ma
     return length
 
 
-def _preferred_size(lane: Lane, settings: ModelSettings) -> int:
+def _preferred_size(lane: Lane, rules: Rules) -> int:
     """The largest preferred size that a lane can fill; 0 if none."""
-    return max((size for size in settings.preferred_batch_sizes if size <= lane.count), default=0)
+    return max((size for size in rules.preferred_sizes if size <= lane.count), default=0)
 
 
-def _target_us(settings: ModelSettings) -> int | None:
-    """How long after its arrival a request without a deadline should be answered; None: at any time."""
-    return None if settings.target_latency_ms is None else int(settings.target_latency_ms * 1000)
-
-
-def _strict_deadline_us(run: Run, lane: Lane, settings: ModelSettings) -> int:
+def _strict_deadline_us(run: Run, lane: Lane, rules: Rules) -> int:
     """The deadline for which a run may be refused early: NEVER_US if it has only a target, or is served
     even after its deadline."""
     if run.deadline_us is None or run in lane.expired:
         return NEVER_US
-    return NEVER_US if settings.delays_expired(run.priority) else run.deadline_us
+    return NEVER_US if rules.served_late[run.priority] else run.deadline_us
 
 
-def _outlives_deadline(run: Run, settings: ModelSettings) -> bool:
+def _outlives_deadline(run: Run, rules: Rules) -> bool:
     """Whether a run is served even after its deadline (`expiration_action` is delay)."""
-    return run.deadline_us is not None and settings.delays_expired(run.priority)
+    return run.deadline_us is not None and rules.served_late[run.priority]

@@ -54,7 +54,6 @@ A request is in exactly one state:
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.messages.batches import Dispatch, DispatchReason
@@ -68,6 +67,7 @@ from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers, executable_size
+from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.sequences.space import Processes
@@ -83,7 +83,7 @@ _Known = dict[str | None, set[str]]  # correlation IDs by address
 class Scheduler:
     """The batching of one model. Report events to it; `poll` returns what to do, `wake_at_us` when to poll.
 
-    It alone holds the settings and the custom policy; the parts below it get them as arguments.
+    It alone holds the settings; the parts below it have what they need of them as Rules.
     """
 
     def __init__(
@@ -96,16 +96,17 @@ class Scheduler:
         self.sequences = Sequences(self.processes if is_bound else None)
         self._kind = kind
         self._settings = settings
-        self._batching_settings = self._compile_settings()
+        self._rules = Rules(settings, kind)
         self._producers = DoubtfulProducers()
-        self._queue = Queue(self.sequences)
-        self._deadlines = Deadlines(self._queue, self.capacity)
-        self._dispatcher = Dispatcher(self._queue, self.capacity, self.processes)
+        self._queue = Queue(self._rules, self.sequences)
+        self._deadlines = Deadlines(self._rules, self._queue, self.capacity)
+        self._dispatcher = Dispatcher(self._rules, self._queue, self.capacity, self.processes)
         self._withdrawals = PendingWithdrawals()
         self._streams = RequestsInFlight()  # of a stepping model
         self._ids_in_flight = IdsInFlight()  # not of sequences, which know their duplicates themselves
         self._cancelled: list[Cancel] = []
         self._polled_us = 0
+        self._apply_settings()
 
     # --- events --------------------------------------------------------------------------------------------
 
@@ -116,11 +117,11 @@ class Scheduler:
 
     @settings.setter
     def settings(self, settings: ModelSettings) -> None:
-        had_delay = self._settings.max_queue_delay_ms > 0
+        had_delay = self._rules.has_queue_delay
         self._settings = settings
-        self._batching_settings = self._compile_settings()
-        if settings.max_queue_delay_ms and not had_delay:
-            self._deadlines.watch_all_again(settings)
+        self._apply_settings()
+        if self._rules.has_queue_delay and not had_delay:
+            self._deadlines.watch_all_again()
 
     @property
     def kind(self) -> ModelKind:
@@ -130,22 +131,18 @@ class Scheduler:
     @kind.setter
     def kind(self, kind: ModelKind) -> None:
         self._kind = kind
-        self._batching_settings = self._compile_settings()
+        self._apply_settings()
 
-    def _compile_settings(self) -> ModelSettings:
-        """The settings by which batches are formed."""
-        settings = self._settings
-        is_stepping = self._kind is ModelKind.STEPPING
-        self._has_sequences = self._kind.has_sequences
+    def _apply_settings(self) -> None:
+        """The settings or the kind changed."""
+        settings, is_stepping = self._settings, self._kind is ModelKind.STEPPING
+        self._rules.follow(settings, self._kind)
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
         self.step_settings = settings.for_steps() if is_stepping else ""  # what workers need
-        if not is_stepping:
-            self.capacity.set_slots(None, None)
-            return settings
-        self.capacity.set_slots(settings.max_batch_size, settings.max_batch_cost)
-        return replace(settings, max_batch_size=1)
+        slots = settings.max_batch_size if is_stepping else None
+        self.capacity.set_slots(slots, settings.max_batch_cost)
 
     @property
     def model_processes(self) -> int:
@@ -176,15 +173,15 @@ class Scheduler:
         """
         if self._withdrawals.arrived_later:
             self._withdrawals.arrive(run)
-        if run.sequence is not None or self._has_sequences:
+        if run.sequence is not None or self._rules.has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
-                return [refused] if self._has_sequences else list(self._answer_once(refused, {}))
+                return [refused] if self._rules.has_sequences else list(self._answer_once(refused, {}))
         if self._producers:
             run.is_doubtful = self._producers.is_doubtful(run.producer)
-        refusals = self._queue.admit(run, self._settings, now_us, self._is_sent_again)
+        refusals = self._queue.admit(run, now_us, self._is_sent_again)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
-            self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
+            self._deadlines.watch(run, run.deadline_us, now_us)
         if refusals and run.sequence is not None:
             self.sequences.refuse_arrival(run.sequence, run.correlation_ids[0])
         return refusals
@@ -200,7 +197,7 @@ class Scheduler:
         """A request arrived that could not be decoded, or columns of several. Returns its Refusals: without
         an answer for those that were sent again, and wait or are in flight. A limit of the model that they
         exceed now may have been a higher one before."""
-        if not self._has_sequences:
+        if not self._rules.has_sequences:
             return self._answer_once(refused, {})
         part = refused.breaks
         if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
@@ -215,7 +212,7 @@ class Scheduler:
 
     def _refusal_of_sequence(self, run: Run) -> Refusal | None:
         """Why a request cannot wait, because of the sequence that it is part of, or is not part of."""
-        if not self._has_sequences:
+        if not self._rules.has_sequences:
             detail = "sequence_id: this model keeps no states of sequences"
             return refusal(run, UNIMPLEMENTED, "input", detail)
         if run.sequence is None:
@@ -225,7 +222,7 @@ class Scheduler:
 
     def refuse_arrival(self, part: SequencePart, correlation_id: str) -> None:
         """A request of a sequence arrived that could not be decoded."""
-        if self._has_sequences:
+        if self._rules.has_sequences:
             self.sequences.refuse_arrival(part, correlation_id)
 
     def end_sequences(self, sequence_ids: Collection[str], place: str) -> list[Refusal]:
@@ -318,14 +315,14 @@ class Scheduler:
         self.capacity.adopt(batch_id, batch)
         self._watch_batch(batch_id, batch, dispatch.runs)
         for run in dispatch.runs:
-            if run.sequence is not None and self._has_sequences:  # not one of a model that was replaced
+            if run.sequence is not None and self._rules.has_sequences:  # not one of a model that was replaced
                 self.sequences.adopt(run, dispatch.process)
         if dispatch.process:
             self.processes.begin_batch(dispatch.process)
 
     def _watch_batch(self, batch_id: str, batch: InFlightBatch, runs: Sequence[Run]) -> None:
         self._deadlines.watch_batch(batch_id, batch.expiring)
-        if not self._has_sequences:
+        if not self._rules.has_sequences:
             self._ids_in_flight.launch(batch_id, runs)
         if self._kind is ModelKind.STEPPING:
             self._streams.add(batch_id, batch.runs)
@@ -376,7 +373,7 @@ class Scheduler:
                 self._ids_in_flight.answered((run,))
 
     def _runs_of_sequences(self, batch_id: str) -> list[Run]:
-        if not self._has_sequences:
+        if not self._rules.has_sequences:
             return []
         batch = self.capacity.in_flight.get(batch_id)
         return [] if batch is None else [run for run in batch.runs if run.sequence is not None]
@@ -423,7 +420,7 @@ class Scheduler:
     def oldest_arrival_us(self) -> int | None:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
-        return self._dispatcher.oldest_arrival_us(self._batching_settings, self._polled_us)
+        return self._dispatcher.oldest_arrival_us(self._polled_us)
 
     def fill_percent(self, runs: Sequence[Run]) -> int:
         """How full a batch of these runs is, by size or by cost, whichever is nearer to its limit."""
@@ -453,14 +450,14 @@ class Scheduler:
             self._release(now_us)
         decisions: list[Decision] = []
         if self._deadlines.has_due(now_us):
-            decisions = yield from self._deadlines.run_due(self._settings, now_us)
+            decisions = yield from self._deadlines.run_due(now_us)
             if self._deadlines.has_due(now_us):
                 return decisions  # very many have expired: first all of these, so that none is dispatched
-        if not self._has_sequences:
-            decisions += self._dispatcher.dispatch(self._batching_settings, self.custom_policy, now_us)
+        if not self._rules.has_sequences:
+            decisions += self._dispatcher.dispatch(self.custom_policy, now_us)
             return self._answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
-        decisions += self._dispatcher.dispatch(self._batching_settings, self.custom_policy, now_us)
+        decisions += self._dispatcher.dispatch(self.custom_policy, now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
 
@@ -519,7 +516,7 @@ class Scheduler:
         """Let delayed runs take part from now on, if their time has come."""
         for run in self._queue.release(now_us):
             if run.deadline_us is not None:
-                self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
+                self._deadlines.watch(run, run.deadline_us, now_us)
 
     def _decide_sequences(self, decisions: list[Decision], now_us: int) -> Iterator[None]:
         """Append what follows for sequences, in pieces."""
@@ -527,26 +524,26 @@ class Scheduler:
             if number:
                 yield
             self._queue.follow(decided)
-            self._deadlines.watch_again(decided.heads, self._settings)
+            self._deadlines.watch_again(decided.heads)
             decisions += decided.refusals
             decisions += decided.changes
             decisions += decided.freed
 
     def wake_at_us(self) -> int | None:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
-        dispatch_us = self._dispatcher.wake_at_us(self._batching_settings, self._polled_us)
+        dispatch_us = self._dispatcher.wake_at_us(self._polled_us)
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
         if self._queue.delayed.requests:
             wake_us = earlier(wake_us, self._queue.delayed.wake_at_us())
         withdrawals_us = self._withdrawals.due_us(self._queue.count)
         if withdrawals_us is not None:
             wake_us = earlier(wake_us, withdrawals_us)
-        return earlier(wake_us, self.sequences.wake_at_us()) if self._has_sequences else wake_us
+        return earlier(wake_us, self.sequences.wake_at_us()) if self._rules.has_sequences else wake_us
 
     def earliest_dispatch_us(self) -> int:
         """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not
         before one settles."""
-        return self._dispatcher.earliest_dispatch_us(self._batching_settings, self._polled_us)
+        return self._dispatcher.earliest_dispatch_us(self._polled_us)
 
     def _take_into_flight(self, dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
         """What is kept of a batch in flight. Its bodies are released."""

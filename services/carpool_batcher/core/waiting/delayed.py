@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from carpool.messages.requests import PRIORITY_LEVELS, Run
-from carpool.model_settings import ModelSettings
+from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.waiting.batch_space import bytes_of
 
 
@@ -23,7 +23,8 @@ class DelayedRuns:
     of the heap is such. `requests`: how many these runs have; `bytes`: those of these.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self.requests = 0
         self.bytes = 0
         self._by_priority = [0] * PRIORITY_LEVELS
@@ -82,29 +83,23 @@ class DelayedRuns:
 
     # --- their share of the limits -------------------------------------------------------------------------
 
-    def have_space(self, run: Run, size_bytes: int, settings: ModelSettings) -> bool:
+    def have_space(self, run: Run, size_bytes: int) -> bool:
         """Whether a run that has this many bytes may be held, too."""
-        number, space_bytes = self.space(run.priority, settings)
+        number, space_bytes = self.space(run.priority)
         return len(run) <= number and size_bytes <= space_bytes
 
-    def space(self, priority: int, settings: ModelSettings) -> tuple[int, int]:
+    def space(self, priority: int) -> tuple[int, int]:
         """How many more requests of this priority may be held, and of how many bytes."""
-        share = settings.max_delayed_share
-        number = _share_of(settings.max_queue_size, share) - self.requests
-        of_priority = settings.queue_size_of(priority)
-        if of_priority is not None:
-            number = min(number, _share_of(of_priority, share) - self._by_priority[priority])
-        return number, int(settings.max_queue_bytes * share) - self.bytes
+        rules = self._rules
+        number = rules.delayed_size - self.requests
+        if priority in rules.delayed_size_of_priority:
+            number = min(number, rules.delayed_size_of_priority[priority] - self._by_priority[priority])
+        return number, rules.delayed_bytes - self.bytes
 
-    def full(self, settings: ModelSettings) -> str:
+    def full(self) -> str:
         """Why no more may be held, for a producer."""
         return (
             f"not_before: delayed requests have their share of the queue (max_delayed_share "
-            f"{settings.max_delayed_share:g}): {self.requests} of {self.bytes} bytes wait; try again later, "
+            f"{self._rules.delayed_share:g}): {self.requests} of {self.bytes} bytes wait; try again later, "
             "or without a delay"
         )
-
-
-def _share_of(requests: int, share: float) -> int:
-    """A share of a number of requests; of a small number one, unless the share is 0."""
-    return max(int(requests * share), 1 if share else 0)

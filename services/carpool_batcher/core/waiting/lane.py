@@ -13,8 +13,9 @@ from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run
 from carpool_batcher.core.learned.doubtful_producers import executable_size
-from carpool_batcher.core.waiting.batch_space import BatchLimits, BatchSpace, bytes_of
-from carpool_batcher.core.waiting.fairness import EQUAL_SHARES, FairQueue, Shares, Slice, Turns, TurnsByRank
+from carpool_batcher.core.rules import EQUAL_SHARES, BatchLimits, Shares
+from carpool_batcher.core.waiting.batch_space import BatchSpace, bytes_of
+from carpool_batcher.core.waiting.fairness import FairQueue, Slice, Turns, TurnsByRank
 
 NEVER_US: Final = 1 << 62
 
