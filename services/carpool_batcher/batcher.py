@@ -38,7 +38,7 @@ from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
 from carpool.wire.requests import Decoded, decode_in_pieces, refuse_oversized
 from carpool_batcher.answer_log import AnswerLog
-from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Cancel, Decision, Expire, Scheduler, earlier
 from carpool_batcher.core.sequences.sequence import did_not_succeed
@@ -205,7 +205,7 @@ class ModelBatcher:
             Backlog(),
             EntryTable(),
             order,
-            MissedDeadlines(scheduler.capacity),
+            MissedDeadlines(scheduler.learned, scheduler.in_flight()),
             MissingBatches(),
             MissingEntries(),
             UnreadEntries(last_id),
@@ -328,7 +328,7 @@ class ModelBatcher:
                     settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
                     settled.append(Settled(event, batch, settled_us))
                     if is_awaited:
-                        scheduler.capacity.transit.observe_delivery(now_us - settled_us)
+                        scheduler.learned.observe_delivery(now_us - settled_us)
                     self._count_missed(session.missed.settled(event, batch, settled_us))
                     scheduler.settle(
                         event.batch_id,

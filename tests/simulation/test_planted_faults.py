@@ -12,9 +12,10 @@ from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.rows import Bodies
 from carpool.tickets import Tickets
-from carpool_batcher.core import capacity, scheduler
+from carpool_batcher.core import scheduler
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.waiting.batch_space import BatchSpace
 from carpool_batcher.core.waiting.fairness import FairQueue, Turns
 from carpool_batcher.core.waiting.lane import Lane
@@ -134,7 +135,7 @@ def expire_only_single_requests(patch: Patch) -> None:
 
 @FAULTS.found(examples=99)
 def count_positions_by_run(patch: Patch) -> None:
-    def in_flight(*arguments: Any) -> capacity.InFlightBatch:
+    def in_flight(*arguments: Any) -> InFlightBatch:
         batch = original(*arguments)
         return batch._replace(expiring=dict(enumerate(batch.expiring.values())))
 

@@ -20,6 +20,7 @@ from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages.requests import Run
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import Decision, Expire, refusal
+from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.waiting.queue import Queue
 
@@ -48,10 +49,11 @@ class BatchTimer(NamedTuple):
 class Deadlines:
     """The timers of all runs with a deadline. Whether a run still waits is up to the Queue."""
 
-    def __init__(self, rules: Rules, queue: Queue, capacity: Capacity) -> None:
+    def __init__(self, rules: Rules, queue: Queue, capacity: Capacity, learned: Learned) -> None:
         self._rules = rules
         self._queue = queue
         self._capacity = capacity
+        self._learned = learned
         self._timers: list[tuple[int, int, RunTimer | BatchTimer]] = []  # a heap
         self._numbers = count()
         self._latest: RunTimer | None = None  # set by `watch`: the next run may share it
@@ -100,7 +102,7 @@ class Deadlines:
             self._set(BatchTimer(min(run.deadline_us or 0 for run in expiring.values()), batch_id))
 
     def _urgent_at_us(self, lane: str, deadline_us: int) -> int:
-        return deadline_us - int(TURNAROUND_LEAD_RATIO * self._capacity.turnaround_us(lane)) - LEAD_US_MIN
+        return deadline_us - int(TURNAROUND_LEAD_RATIO * self._learned.turnaround_us(lane)) - LEAD_US_MIN
 
     def _set(self, timer: RunTimer | BatchTimer) -> None:
         heapq.heappush(self._timers, (timer.at_us, next(self._numbers), timer))

@@ -18,6 +18,7 @@ from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.decisions import Decision, refusal
 from carpool_batcher.core.deferred import ArrivalRate, Forecast, is_efficient, latest_start_us, plan
 from carpool_batcher.core.learned.doubtful_producers import executable_size
+from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.rules import BatchLimits, Rules, Shares
 from carpool_batcher.core.sequences.space import Processes
 from carpool_batcher.core.waiting.fairness import Slice
@@ -35,10 +36,13 @@ CONTENDING: Final = (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)  # batches t
 class Dispatcher:
     """Forms the batches that are dispatched now, and says when to ask again."""
 
-    def __init__(self, rules: Rules, queue: Queue, capacity: Capacity, processes: Processes) -> None:
+    def __init__(
+        self, rules: Rules, queue: Queue, capacity: Capacity, learned: Learned, processes: Processes
+    ) -> None:
         self._rules = rules
         self._queue = queue
         self._capacity = capacity
+        self._learned = learned
         self._processes = processes
         self._index = LaneIndex(queue.turns)
         self._arrivals = ArrivalRate()
@@ -143,8 +147,8 @@ class Dispatcher:
         """Follow the lanes that changed. What was learned since concerns all lanes, but only if deferred."""
         queue, index = self._queue, self._index
         if self._rules.policy == "deferred":
-            self._arrivals.observe(queue.arrived, now_us, self._capacity.turnaround_all_us)
-        learned = self._capacity.learned if self._rules.policy == "deferred" else 0
+            self._arrivals.observe(queue.arrived, now_us, self._learned.turnaround_all_us)
+        learned = self._learned.batches if self._rules.policy == "deferred" else 0
         changed: Iterable[str] = queue.changed
         if self._rules.version != self._indexed_version:
             changed = queue.changed | queue.lanes.keys()
@@ -228,14 +232,14 @@ class Dispatcher:
 
     def _is_deferred(self, lane: Lane) -> bool:
         """Whether the policy is `deferred`, and both l(n) and a due time are known."""
-        if self._rules.policy != "deferred" or not self._capacity.latency.known:
+        if self._rules.policy != "deferred" or not self._learned.latency.known:
             return False
         return lane.earliest_due_us(self._rules.target_us) != NEVER_US
 
     def _forecast(self, lane: Lane) -> Forecast:
         """What is known of a lane's batches, without when processes are free."""
-        transit = self._capacity.transit.by_size
-        times = self._capacity.times_of(lane.label)
+        transit = self._learned.transit_by_size
+        times = self._learned.times_of(lane.label)
         return Forecast(times, self._rules.batch.size, transit, transit.at_most_us)
 
     # --- forming a batch -----------------------------------------------------------------------------------
@@ -279,12 +283,17 @@ class Dispatcher:
         if planned.size < size_max and self._is_early(now_us):
             self._is_put_off = True
             return []
-        if not planned.size and self._capacity.begin_trial(lane.label, now_us):
+        if not planned.size and self._begins_trial(lane.label, now_us):
             return [self._dispatch_from(lane, reason, size)]
         if planned.refused:
             return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
         length = _length_with_doubtful(lane, shares, planned.size, size)
         return [self._dispatch_from(lane, reason, length)]
+
+    def _begins_trial(self, lane: str, now_us: int) -> bool:
+        """O(batches in flight)."""
+        is_in_flight = any(batch.lane == lane for batch in self._capacity.in_flight.values())
+        return not is_in_flight and self._learned.begin_trial(lane, now_us)
 
     def _may_be_early(self) -> bool:
         """Whether a full batch may be dispatched earlier than others."""
@@ -295,7 +304,7 @@ class Dispatcher:
         if self._rules.policy == "deferred":
             return False
         is_half_full = 2 * (self._queue.undelayed + 1) > self._rules.batch.size
-        return is_half_full or self._rules.has_batch_cost or not self._capacity.latency.known
+        return is_half_full or self._rules.has_batch_cost or not self._learned.latency.known
 
     def _is_early(self, now_us: int, *, is_full: bool = False) -> bool:
         """Whether it is too early to dispatch a batch, or a full one."""
@@ -350,7 +359,7 @@ class Dispatcher:
         self._capacity.reserve(
             sum([run.cost * len(run) for run in runs]) if self._rules.has_batch_cost else 0
         )
-        expected_us = self._capacity.expected_us(lane.label, executable_size(runs))
+        expected_us = self._learned.expected_us(lane.label, executable_size(runs))
         if lane.process:
             self._processes.begin_batch(lane.process)
             self._queue.look_again(lane.process)

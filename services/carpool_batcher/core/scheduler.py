@@ -61,12 +61,14 @@ from carpool.messages.requests import Entry, Run, SequencePart, Withdrawal
 from carpool.messages.results import UNANSWERED, Refusal
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.capacity import BoundCapacity, Capacity, InFlightBatch
+from carpool_batcher.core.capacity import BoundCapacity, Capacity
 from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers, executable_size
+from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.learned.doubtful_producers import executable_size
+from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
@@ -91,16 +93,16 @@ class Scheduler:
     ) -> None:
         self.custom_policy: CustomPolicy | None = None
         is_bound = kind is ModelKind.BOUND
-        self.capacity = BoundCapacity(model_processes) if is_bound else Capacity(model_processes)
+        self.learned = Learned()
+        self.capacity = (BoundCapacity if is_bound else Capacity)(self.learned, model_processes)
         self.processes = Processes()  # of a bound model
         self.sequences = Sequences(self.processes if is_bound else None)
         self._kind = kind
         self._settings = settings
         self._rules = Rules(settings, kind)
-        self._producers = DoubtfulProducers()
         self._queue = Queue(self._rules, self.sequences)
-        self._deadlines = Deadlines(self._rules, self._queue, self.capacity)
-        self._dispatcher = Dispatcher(self._rules, self._queue, self.capacity, self.processes)
+        self._deadlines = Deadlines(self._rules, self._queue, self.capacity, self.learned)
+        self._dispatcher = Dispatcher(self._rules, self._queue, self.capacity, self.learned, self.processes)
         self._withdrawals = PendingWithdrawals()
         self._streams = RequestsInFlight()  # of a stepping model
         self._ids_in_flight = IdsInFlight()  # not of sequences, which know their duplicates themselves
@@ -177,8 +179,8 @@ class Scheduler:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
                 return [refused] if self._rules.has_sequences else list(self._answer_once(refused, {}))
-        if self._producers:
-            run.is_doubtful = self._producers.is_doubtful(run.producer)
+        if self.learned.producers:
+            run.is_doubtful = self.learned.producers.is_doubtful(run.producer)
         refusals = self._queue.admit(run, now_us, self._is_sent_again)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
             self._deadlines.watch(run, run.deadline_us, now_us)
@@ -344,25 +346,17 @@ class Scheduler:
         for run in self._runs_of_sequences(batch_id):
             assert run.sequence is not None
             self.sequences.settle(run, is_broken=run.sequence.sequence_id in broken)
-        if of_producers or self._producers:
-            self._observe_producers(batch_id, executed, of_producers)
-        self._end_batch_in_flight(batch_id)
-        self.capacity.settle(batch_id, compute_us, settled_us, executed, waited_us)
-
-    def _observe_producers(
-        self, batch_id: str, executed: int | None, of_producers: Sequence[ExecutedOf]
-    ) -> None:
-        batch = self.capacity.in_flight.get(batch_id)
+        batch = self._end_batch_in_flight(batch_id)
         if batch is not None:
-            # If the execution was not normal, it is unknown whether the others' requests would be executed.
-            self._producers.observe(() if executed == 0 else batch.producers, of_producers)
+            self.learned.observe(batch, compute_us, settled_us, executed, waited_us, of_producers)
+            self.capacity.end(batch_id, settled_us)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
         for run in self._runs_of_sequences(batch_id):
             self.sequences.lose(run)
-        self._end_batch_in_flight(batch_id)
-        self.capacity.forget(batch_id, now_us)
+        if self._end_batch_in_flight(batch_id) is not None:
+            self.capacity.end(batch_id, now_us)
 
     def answered_in_flight(self, runs: Iterable[Run]) -> None:
         """These requests of a batch in flight were answered, and not OK."""
@@ -378,13 +372,14 @@ class Scheduler:
         batch = self.capacity.in_flight.get(batch_id)
         return [] if batch is None else [run for run in batch.runs if run.sequence is not None]
 
-    def _end_batch_in_flight(self, batch_id: str) -> None:
+    def _end_batch_in_flight(self, batch_id: str) -> InFlightBatch | None:
         self._ids_in_flight.end(batch_id)
         self._queue.bodies.end(batch_id)
         batch = self.capacity.in_flight.get(batch_id)
         if batch is not None:
             self._streams.remove(batch_id, batch.runs)
             self._end_batch(batch.process)
+        return batch
 
     def _end_batch(self, process: str) -> None:
         if process:
@@ -564,11 +559,11 @@ class Scheduler:
         batch = InFlightBatch(
             dispatched_us, size, dispatch.lane, expiring, arrivals, runs, cost, dispatch.process
         )
-        if not self._producers:
+        if not self.learned.producers:
             return batch
         return batch._replace(
             doubtful=size - executable_size(dispatch.runs),
-            producers=self._producers.remembered(dispatch.runs),
+            producers=self.learned.producers.remembered(dispatch.runs),
         )
 
 
