@@ -26,9 +26,9 @@ from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core import rules
-from carpool_batcher.core.custom import CustomPolicy
-from carpool_batcher.core.dispatching import PLANNED_BATCHES_MAX
 from carpool_batcher.core.learned.transit import magnitude
+from carpool_batcher.core.policies.custom import CustomPolicy
+from carpool_batcher.core.policies.deferred import PLANNED_BATCHES_MAX
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from carpool_batcher.core.waiting.lane import NEVER_US
 from carpool_batcher.core.waiting.lane_index import Claim, Gate
@@ -442,7 +442,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @property
     def ahead(self) -> set[str]:
         """The reasons of batches that need not be dispatched yet, but may be."""
-        return set() if self.scheduler.settings.policy == "deferred" else {"full"}
+        return set() if self._policy == "deferred" else {"full"}
 
     @invariant()
     def wake_up_is_never_too_late(self) -> None:
@@ -675,8 +675,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _earliest_due_us(self, lane: str) -> int:
         return min((self._due_us(r) for r in self._in_lane(lane) if r not in self.delayed), default=NEVER_US)
 
+    @property
+    def _policy(self) -> str:
+        """A custom policy decides only which requests are in a batch."""
+        return "eager" if self.custom else self.scheduler.settings.policy
+
     def _is_deferred(self, lane: str) -> bool:
-        deferred = self.scheduler.settings.policy == "deferred" and self.scheduler.learned.latency.known
+        deferred = self._policy == "deferred" and self.scheduler.learned.latency.known
         return deferred and self._earliest_due_us(lane) < NEVER_US
 
     def _takes_us(self, lane: str, size: int, transit_us: Sequence[int] | None = None) -> int:
@@ -724,9 +729,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_early(self, refusals: list[Refusal], taken: int) -> None:
         """A refused request cannot be in time, or not all of its lane can, as one batch dispatched now."""
-        settings, starts_us = self.scheduler.settings, self._starts_us(taken)
+        starts_us = self._starts_us(taken)
         refused = self._items_of_refusals(refusals)
-        assert settings.policy == "deferred" or not refused
+        assert self._policy == "deferred" or not refused
         assert {refusal.reason for refusal in refusals} <= {"early"}
         assert all(self._strict_deadline_us(r) < NEVER_US and not r.is_doubtful for r in refused)
         possible = [r for r in refused if self._is_possible(r, starts_us)]
@@ -945,7 +950,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return True
         if taken >= 2 * processes:
             return is_early and taken < 3 * processes and self._may_be_second_ahead(lane, taken)
-        if self._is_full(lane) and self.scheduler.settings.policy != "deferred":
+        if self._is_full(lane) and self._policy != "deferred":
             return True
         executing = capacity._executing[taken - processes :]
         if not self.scheduler.learned.latency.known or not executing:
@@ -965,7 +970,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         settles_us, batch_id = capacity._executing[ahead if ahead < len(capacity._executing) else 0]
         latest_us = settles_us + capacity._tolerance_us(batch_id)
         return (
-            self.scheduler.settings.policy == "deferred"
+            self._policy == "deferred"
             and free_us - 2 * self.scheduler.learned.lead_us <= self.now_us <= latest_us
         )
 

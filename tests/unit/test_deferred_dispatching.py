@@ -8,8 +8,8 @@ import pytest
 
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.deferred import ArrivalRate
 from carpool_batcher.core.dispatching import LANES_UPDATED_MAX, Dispatcher
+from carpool_batcher.core.policies.deferred import ArrivalRate
 from carpool_batcher.core.scheduler import Dispatch
 from carpool_batcher.core.waiting.lane import Lane
 from support.scheduler_harness import MS, SchedulerHarness, names_of

@@ -18,7 +18,7 @@ the first, and not for the batcher to learn that a batch settled. What such a ba
 time: it settles as if it had been dispatched one usual round trip before its process becomes free.
 
 A deadline is met when the producer has the result, after its transit (`learned.transit`). For deadlines that
-counts as nine of ten are, as the longest ones, or as usual (`core.deferred` says when); otherwise as the
+counts as nine of ten are, as the longest ones, or as usual (`policies.plan` says when); otherwise as the
 median.
 
 Processes that start batches together also finish them together. A request that arrives just after that
@@ -197,6 +197,11 @@ class Capacity:
         if now_us > executing_us + self._tolerance_us(executing_id):
             return None  # it takes longer than expected, and it is unknown how much longer
         return before[0] - self._learned.lead_us * (FULL_LEADS if is_full else 1)
+
+    def is_early(self, now_us: int, *, is_full: bool = False) -> bool:
+        """Whether it is too early to dispatch a batch that can grow; with `is_full`, one that cannot."""
+        free_at_us = self.free_at_us(now_us, is_full=is_full)
+        return free_at_us is None or free_at_us > now_us
 
     def _before_next(self) -> tuple[int, str] | None:
         """The batch for which the next one to be dispatched has to wait, and when it is expected to settle;

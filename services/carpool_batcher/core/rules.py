@@ -38,18 +38,16 @@ class Rules:
     """The settings of one model as the core applies them. The Scheduler alone changes them; the parts below
     it have this object, and read it whenever they decide. Times are in microseconds.
 
-    `version` rises with each change. `batch`: the limits of a batch, of which a stepping model's has one
+    `batch`: the limits of a batch, of which a stepping model's has one
     request. `*_of_priority`: only of priorities that have a limit of their own. `delayed_*`: the share of
     delayed requests. `served_late`: by priority, whether requests are served even after their deadline.
     """
 
     def __init__(self, settings: ModelSettings, kind: ModelKind = ModelKind.PLAIN) -> None:
-        self.version = 0
         self.follow(settings, kind)
 
     def follow(self, settings: ModelSettings, kind: ModelKind) -> None:
         """These are the settings and the kind from now on."""
-        self.version += 1
         self.has_sequences = kind.has_sequences
         size = 1 if kind is ModelKind.STEPPING else settings.max_batch_size
         cost = NO_LIMIT if settings.max_batch_cost is None else settings.max_batch_cost

@@ -9,12 +9,12 @@
      full      it reached `max_batch_size`, `max_batch_cost` or MAX_BATCH_BYTES
      preferred it reached one of `preferred_batch_sizes`: the largest that can be filled is dispatched
      deadline  a request in its lane would miss its deadline by waiting longer
-     efficient (`deferred` only) to wait for more requests would not raise throughput (`core.deferred`)
+     efficient (`deferred` only) to wait for more requests would not raise throughput (`policies.plan`)
      delay     its oldest request has waited `max_queue_delay_ms`, if that is not 0
      idle      `max_queue_delay_ms` is 0, so it does not wait for more requests; while batches have several
                requests, dispatches are spaced evenly (`core.capacity`)
    Under the policy `deferred` the reason idle does not apply. A batch is dispatched as late as its deadlines
-   allow (`core.deferred`), and requests that cannot meet their deadlines are refused before execution. This
+   allow (`policies.plan`), and requests that cannot meet their deadlines are refused before execution. This
    needs l(n), and a deadline in the lane or `target_latency_ms`; without them all reasons apply, idle too.
    No time is planned for requests that the model is not expected to execute (`learned.doubtful_producers`).
 3. Of the lanes with a ready batch, the one with the highest priority comes first, then the one of the tenant
@@ -62,13 +62,13 @@ from carpool.messages.results import UNANSWERED, Refusal
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity
-from carpool_batcher.core.custom import CustomPolicy
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.learned.doubtful_producers import executable_size
 from carpool_batcher.core.learned.learned import Learned
+from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
@@ -91,7 +91,7 @@ class Scheduler:
     def __init__(
         self, settings: ModelSettings, model_processes: int = 0, kind: ModelKind = ModelKind.PLAIN
     ) -> None:
-        self.custom_policy: CustomPolicy | None = None
+        self._custom_policy: CustomPolicy | None = None
         is_bound = kind is ModelKind.BOUND
         self.learned = Learned()
         self.capacity = (BoundCapacity if is_bound else Capacity)(self.learned, model_processes)
@@ -126,6 +126,16 @@ class Scheduler:
             self._deadlines.watch_all_again()
 
     @property
+    def custom_policy(self) -> CustomPolicy | None:
+        """The user's policy by which batches are formed; None: the built-in one that the settings name."""
+        return self._custom_policy
+
+    @custom_policy.setter
+    def custom_policy(self, policy: CustomPolicy | None) -> None:
+        self._custom_policy = policy
+        self._dispatcher.choose_policy(policy)
+
+    @property
     def kind(self) -> ModelKind:
         """How the model executes requests. It may change, but not to or from a kind with sequences."""
         return self._kind
@@ -139,6 +149,7 @@ class Scheduler:
         """The settings or the kind changed."""
         settings, is_stepping = self._settings, self._kind is ModelKind.STEPPING
         self._rules.follow(settings, self._kind)
+        self._dispatcher.choose_policy(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
@@ -449,10 +460,10 @@ class Scheduler:
             if self._deadlines.has_due(now_us):
                 return decisions  # very many have expired: first all of these, so that none is dispatched
         if not self._rules.has_sequences:
-            decisions += self._dispatcher.dispatch(self.custom_policy, now_us)
+            decisions += self._dispatcher.dispatch(now_us)
             return self._answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
-        decisions += self._dispatcher.dispatch(self.custom_policy, now_us)
+        decisions += self._dispatcher.dispatch(now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
 

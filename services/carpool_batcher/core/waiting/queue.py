@@ -293,6 +293,15 @@ class Queue:
         self._drop_if_empty(lane)
         return taken
 
+    def take_from(self, slices: Sequence[Slice], indexes: Iterable[int]) -> list[Run]:
+        """Remove the requests at these indexes, counted over all slices, and return them as runs."""
+        requests = [(run, at) for run, start, count in slices for at in range(start, start + count)]
+        by_run: dict[Run, list[int]] = {}
+        for index in indexes:
+            run, at = requests[index]
+            by_run.setdefault(run, []).append(at)
+        return [self.take(run, sorted(at)) for run, at in by_run.items()]
+
     def withdraw(self, arrived_later: ArrivedLater) -> list[Refusal]:
         """Remove the requests with these correlation IDs, except in the runs that arrived later than their
         withdrawal. Returns their answers. O(all waiting)."""
