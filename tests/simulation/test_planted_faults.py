@@ -16,9 +16,9 @@ from carpool_batcher.core import scheduler
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.waiting import lane
 from carpool_batcher.core.waiting.batch_space import BatchSpace
 from carpool_batcher.core.waiting.fairness import FairQueue, Turns
-from carpool_batcher.core.waiting.lane import Lane
 from carpool_batcher.core.waiting.lane_index import Claim, Gate, LaneIndex
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.core.waiting.withdrawals import ArrivedLater
@@ -164,9 +164,9 @@ def overlook_that_a_lane_changed(patch: Patch) -> None:
     patch.setattr(LaneIndex, "put", put)
 
 
-@FAULTS.found(examples=102)
+@FAULTS.found(examples=112)
 def keep_an_expired_run_in_its_place(patch: Patch) -> None:
-    patch.setattr(Lane, "move_expired", lambda lane, run: lane.expired.add(run) or lane.urgent.discard(run))
+    patch.setattr(lane, "_rank", lambda run: 1 + run.priority)
 
 
 @FAULTS.found(examples=82)

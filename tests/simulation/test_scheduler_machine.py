@@ -410,7 +410,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             totals = len(in_lane), sum(r.cost for r in in_lane), sum(r.bytes for r in in_lane)
             assert (lane.count, lane.cost, lane.bytes) == totals
             assert lane.executable == len(self._planned(name))
-        delayed = self._items_of(run for lane in self.scheduler._queue.lanes.values() for run in lane.expired)
+        delayed = self._items_of(
+            run for lane in self.scheduler._queue.lanes.values() for run in lane if run.is_late
+        )
         assert self.delayed == set(delayed)
         oldest_us = min((self._oldest_us(lane) for lane in LANES if self._in_lane(lane)), default=None)
         assert self.scheduler.oldest_arrival_us() == oldest_us

@@ -47,7 +47,7 @@ class BatchTimer(NamedTuple):
 
 
 class Deadlines:
-    """The timers of all runs with a deadline. Whether a run still waits is up to the Queue."""
+    """The timers of all runs with a deadline."""
 
     def __init__(self, rules: Rules, queue: Queue, capacity: Capacity, learned: Learned) -> None:
         self._rules = rules
@@ -91,9 +91,7 @@ class Deadlines:
         """Set timers for those of these runs that wait; they may have others. Of a sequence: for its new
         head, which could not be urgent as a follower."""
         for run in runs:
-            if run.deadline_us is None or run not in self._queue:
-                continue
-            if not self._queue.has_expired(run):
+            if run.deadline_us is not None and run.waits_in is not None and not run.is_late:
                 self.watch(run, run.deadline_us, 0)
 
     def watch_batch(self, batch_id: str, expiring: Mapping[int, Run]) -> None:
@@ -119,7 +117,7 @@ class Deadlines:
         amortised."""
         for _, _, timer in self._timers:
             if type(timer) is RunTimer:
-                timer.runs[:] = [run for run in timer.runs if run in self._queue]
+                timer.runs[:] = [run for run in timer.runs if run.waits_in is not None]
         self._timers = [item for item in self._timers if self._has_effect(item[2])]
         heapq.heapify(self._timers)
         self._latest = None
@@ -130,7 +128,7 @@ class Deadlines:
             return timer.batch_id in self._capacity.in_flight
         assert type(timer) is RunTimer
         runs = timer.runs
-        while runs and runs[-1] not in self._queue:
+        while runs and runs[-1].waits_in is None:
             runs.pop()
         return bool(runs)
 
@@ -170,7 +168,7 @@ class Deadlines:
     def _check_runs(self, timer: RunTimer, now_us: int) -> list[Decision]:
         """Mark those of these runs that wait as urgent, or expire them if they are past their deadline."""
         # A head of a sequence may be there twice, and the second time it waits no more.
-        in_time = (run for run in timer.runs if run in self._queue and not self._queue.has_expired(run))
+        in_time = (run for run in timer.runs if run.waits_in is not None and not run.is_late)
         if timer.deadline_us <= now_us:
             return [decision for run in in_time for decision in self._expire(run)]
         urgent = list(in_time)

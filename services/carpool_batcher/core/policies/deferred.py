@@ -100,7 +100,7 @@ class Deferred(Eager):
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
         deadlines_us: list[int] = []
         for run, _, count in slices:
-            deadlines_us += [self._strict_deadline_us(run, lane)] * count
+            deadlines_us += [self._strict_deadline_us(run)] * count
         ahead_max = PLANNED_BATCHES_MAX * size * max(1, len(forecast.free_times_us))
         behind = min(lane.executable, ahead_max) - len(deadlines_us)
         refused, planned_size = plan(forecast, deadlines_us, starts_us, behind)
@@ -113,10 +113,10 @@ class Deferred(Eager):
             return 0, [_refuse_early(run, now_us) for run in self._queue.take_from(slices, refused)]
         return _length_with_doubtful(lane, self._rules.shares, planned_size, size), ()
 
-    def _strict_deadline_us(self, run: Run, lane: Lane) -> int:
+    def _strict_deadline_us(self, run: Run) -> int:
         """The deadline for which a run may be refused early: NEVER_US if it has only a target, or is served
         even after its deadline."""
-        if run.deadline_us is None or run in lane.expired:
+        if run.deadline_us is None or run.is_late:
             return NEVER_US
         return NEVER_US if self._rules.served_late[run.priority] else run.deadline_us
 

@@ -98,14 +98,40 @@ class _End(NamedTuple):
     place: str
 
 
+class Followers:
+    """Requests that wait and are not in a lane, each with its segment; None: not read completely yet."""
+
+    def __init__(self) -> None:
+        self._segments: dict[Run, Segment | None] = {}
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._segments)
+
+    def __contains__(self, run: Run) -> bool:
+        return run.waits_in is self
+
+    def add(self, run: Run, segment: Segment | None) -> None:
+        """A request is one from now on."""
+        run.waits_in = self
+        self._segments[run] = segment
+
+    def pop(self, run: Run) -> Segment | None:
+        """A request is none any more. Returns its segment."""
+        run.waits_in = None
+        return self._segments.pop(run)
+
+    def segment_of(self, run: Run) -> Segment | None:
+        """The segment of a follower, if that is known."""
+        return self._segments.get(run)
+
+
 class Sequences:
-    """The sequences of one model. `followers`: requests that wait and are not in a lane, with their
-    segments."""
+    """The sequences of one model."""
 
     def __init__(self, space: Space | None = None) -> None:
         self.space = Space() if space is None else space
         self.idle_us = 0
-        self.followers: dict[Run, Segment | None] = {}  # None: not read completely yet
+        self.followers = Followers()
         self._by_id: dict[str, Sequence] = {}
         self._changed: dict[Sequence, None] = {}  # since the last `decide`
         self._breaks: dict[Segment, str] = {}  # after these places requests are aborted
@@ -188,7 +214,7 @@ class Sequences:
             elif type(event) is _End:
                 self.end(event.sequence_ids, event.place)
             elif type(event) is Run and event in self.followers:
-                del self.followers[event]
+                self.followers.pop(event)
                 self._replay_arrival(event)
         self._loaded.clear()
         self._restarts.clear()
@@ -241,10 +267,11 @@ class Sequences:
         """A request waits."""
         if self._unread is not None:
             self._unread.append((place_of(run), run))
-            self.followers[run] = None
+            self.followers.add(run, None)
             return
         sequence = self._sequence(part_of(run).sequence_id)
-        self.followers[run] = segment = sequence.add(run)
+        segment = sequence.add(run)
+        self.followers.add(run, segment)
         if segment.start is run:
             self._breaks.pop(segment, None)  # of an earlier start that had this segment
         self._changed[sequence] = None
@@ -443,7 +470,7 @@ class Sequences:
             runs, refusal_of = self._doomed.popleft()
             for run in runs:
                 if run in self.followers:  # else it expired, or was withdrawn
-                    del self.followers[run]
+                    self.followers.pop(run)
                     refusals.append(refusal_of(run))
                     if len(refusals) >= REFUSED_AT_ONCE:
                         yield self._take_decided()
@@ -518,13 +545,13 @@ class Sequences:
 
     def _promote(self, sequence: Sequence, run: Run) -> None:
         sequence.current.remove(run)
-        del self.followers[run]
+        self.followers.pop(run)
         sequence.head = run
         self._decided.heads.append(run)
 
     def awaited(self, run: Run) -> str:
         """What a follower waits for, to tell its producer; '' if it is unknown, or if this is a head."""
-        if self.followers.get(run) is None:
+        if self.followers.segment_of(run) is None:
             return ""
         sequence = self._by_id[part_of(run).sequence_id]
         if sequence.waits_for_space:
@@ -566,7 +593,7 @@ class Sequences:
         if head is not None:
             sequence.head = None
             sequence.current.add(head)
-            self.followers[head] = sequence.current
+            self.followers.add(head, sequence.current)
         if taken is not None and not taken.has_failed:
             taken.has_failed = True
             event = _Break(taken.part, taken.correlation_id, PROCESS_GONE, False)
@@ -633,7 +660,7 @@ class Sequences:
 
     def _refuse(self, segment: Segment, run: Run, refused: Refusal) -> None:
         segment.remove(run)
-        del self.followers[run]
+        self.followers.pop(run)
         self._decided.refusals.append(refused)
 
     def _break(self, sequence: Sequence, segment: Segment, event: _Break) -> None:

@@ -28,31 +28,25 @@ class DelayedRuns:
         self.requests = 0
         self.bytes = 0
         self._by_priority = [0] * PRIORITY_LEVELS
-        self._runs: set[Run] = set()
+        self._number = 0  # of these runs
         self._heap: list[tuple[int, int, Run]] = []
         self._numbers = count()
 
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __contains__(self, run: Run) -> bool:
-        return run in self._runs
-
     def __iter__(self) -> Iterator[Run]:
-        return iter(self._runs)
+        return (run for _, _, run in self._heap if run.waits_in is self)
 
     def add(self, run: Run) -> None:
         """Hold this run until `run.arrival_us`."""
-        self._runs.add(run)
+        run.waits_in = self
+        self._number += 1
         self._count(run, 1)
         heapq.heappush(self._heap, (run.arrival_us, next(self._numbers), run))
 
     def remove(self, run: Run) -> None:
         """Hold this run no longer. It must be held."""
-        self._runs.remove(run)
-        self._count(run, -1)
-        if len(self._heap) > 2 * len(self._runs) + 64:
-            self._heap = [item for item in self._heap if item[2] in self._runs]
+        self._release(run)
+        if len(self._heap) > 2 * self._number + 64:
+            self._heap = [item for item in self._heap if item[2].waits_in is self]
             heapq.heapify(self._heap)
 
     def take(self, run: Run, indexes: Sequence[int]) -> Run:
@@ -66,15 +60,19 @@ class DelayedRuns:
         released: list[Run] = []
         while self._heap and self._heap[0][0] <= now_us:
             run = heapq.heappop(self._heap)[2]
-            if run in self._runs:
-                self._runs.remove(run)
-                self._count(run, -1)
+            if run.waits_in is self:
+                self._release(run)
                 released.append(run)
         return released
 
     def wake_at_us(self) -> int | None:
         """When the next run is due; None if none is held. It may have been removed meanwhile."""
-        return self._heap[0][0] if self._runs else None
+        return self._heap[0][0] if self._number else None
+
+    def _release(self, run: Run) -> None:
+        run.waits_in = None
+        self._number -= 1
+        self._count(run, -1)
 
     def _count(self, run: Run, sign: int) -> None:
         self.requests += sign * len(run)

@@ -170,10 +170,6 @@ class FairQueue:
     def __bool__(self) -> bool:
         return bool(self._runs)
 
-    def __contains__(self, run: Run) -> bool:
-        runs = self._runs.get(run.tenant)
-        return runs is not None and run in runs
-
     def __iter__(self) -> Iterator[Run]:
         return chain.from_iterable(self._runs.values())
 

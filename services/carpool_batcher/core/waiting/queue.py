@@ -62,17 +62,7 @@ class Queue:
         self.bodies = BodiesInUse()
         self._count_by_priority = [0] * PRIORITY_LEVELS
         self._sequences = sequences
-        # In no lane yet, followers and delayed runs: to be served behind all others when they are in one.
-        self._expired_outside: set[Run] = set()
         self._lanes_of: dict[str, set[str]] = {}  # the names of lanes by process, of a bound model
-
-    def __contains__(self, run: Run) -> bool:
-        name = run.lane if run.sequence is None else self._sequences.lane_name(run)
-        lane = self.lanes.get(name)
-        return (lane is not None and run in lane) or self._is_follower(run) or run in self.delayed
-
-    def _is_follower(self, run: Run) -> bool:
-        return run.sequence is not None and run in self._sequences.followers
 
     def runs(self) -> Iterator[Run]:
         """All waiting runs."""
@@ -123,6 +113,7 @@ class Queue:
         return refusals + self._admit_part(run, is_delayed=is_delayed)
 
     def _insert(self, run: Run, size_bytes: int, *, is_delayed: bool = False) -> None:
+        run.is_late = False
         if run.sequence is not None:
             self._sequences.add(run)
         else:
@@ -146,7 +137,6 @@ class Queue:
         released = self.delayed.due(now_us)
         for run in released:
             self._enter_lane(run, run.lane, bytes_of(run))
-            self._move_if_expired(run)
         return released
 
     def _enter_lane(self, run: Run, name: str, size_bytes: int) -> None:
@@ -263,17 +253,13 @@ class Queue:
 
     def remove(self, run: Run) -> None:
         """Remove a run. It must be waiting. If it is part of a sequence, that is broken."""
-        size_bytes = bytes_of(run)
+        size_bytes, place = bytes_of(run), run.waits_in
         self._count_removed(run, size_bytes)
-        if self._is_follower(run):
-            self._expired_outside.discard(run)
-        elif run in self.delayed:
-            self._expired_outside.discard(run)
+        if type(place) is Lane:
+            place.remove(run, size_bytes)
+            self._drop_if_empty(place)
+        elif place is self.delayed:
             self.delayed.remove(run)
-        else:
-            lane = self._lane_of(run)
-            lane.remove(run, size_bytes)
-            self._drop_if_empty(lane)
         if run.sequence is not None:
             self._sequences.removed(run)
 
@@ -283,14 +269,13 @@ class Queue:
         if len(indexes) == len(run.correlation_ids):
             self.remove(run)
             return run
-        if run in self.delayed:
+        place = run.waits_in
+        if type(place) is Lane:
+            taken = place.take(run, indexes)
+            self.changed.add(place.name)
+        else:
             taken = self.delayed.take(run, indexes)
-            self._count_removed(taken, bytes_of(taken))
-            return taken
-        lane = self._lane_of(run)
-        taken = lane.take(run, indexes)
         self._count_removed(taken, bytes_of(taken))
-        self._drop_if_empty(lane)
         return taken
 
     def take_from(self, slices: Sequence[Slice], indexes: Iterable[int]) -> list[Run]:
@@ -348,7 +333,7 @@ class Queue:
     def forget(self, runs: Iterable[Run]) -> None:
         """Remove those of these runs that wait, without an answer."""
         for run in runs:
-            if run in self:
+            if run.waits_in is not None:
                 self.remove(run)
 
     def _count_removed(self, run: Run, size_bytes: int) -> None:
@@ -371,27 +356,20 @@ class Queue:
             if not names:
                 del self._lanes_of[lane.process]
 
-    def _lane_of(self, run: Run) -> Lane:
-        """The lane of a waiting run that is no follower."""
-        return self.lanes[run.lane if run.sequence is None else self._sequences.lane_name(run)]
-
     # --- sequences -----------------------------------------------------------------------------------------
 
     def follow(self, decided: Decided) -> None:
         """Followers became heads of their sequences, or do not wait any more."""
         for run in decided.heads:
             self._enter_lane(run, self._sequences.lane_name(run), bytes_of(run))
-            self._move_if_expired(run)
         for refused in decided.refusals:
             if refused.run is not None:
-                self._expired_outside.discard(refused.run)
                 self._count_removed(refused.run, bytes_of(refused.run))
 
     def follow_again(self, head: Run) -> None:
         """A head becomes a follower, because its model process is gone, or drains."""
-        lane = self._lane_of(head)
-        if head in lane.expired:
-            self._expired_outside.add(head)
+        lane = head.waits_in
+        assert type(lane) is Lane
         lane.remove(head, bytes_of(head))
         self._drop_if_empty(lane)
 
@@ -403,32 +381,19 @@ class Queue:
 
     def mark_urgent(self, run: Run) -> None:
         """A waiting run must be dispatched now to meet its deadline. A follower or delayed run cannot be."""
-        if self._is_follower(run) or run in self.delayed:
-            return
-        lane = self._lane_of(run)
-        lane.urgent.add(run)
-        self.changed.add(lane.name)
+        lane = run.waits_in
+        if type(lane) is Lane:
+            lane.urgent.add(run)
+            self.changed.add(lane.name)
 
     def move_expired(self, run: Run) -> None:
         """A waiting run expired, and is served behind all others. One in no lane is so once it is in one."""
-        if self._is_follower(run) or run in self.delayed:
-            self._expired_outside.add(run)
-            return
-        lane = self._lane_of(run)
-        lane.move_expired(run)
-        self.changed.add(lane.name)
-
-    def _move_if_expired(self, run: Run) -> None:
-        """A run that is in a lane now: whether it expired before."""
-        if run in self._expired_outside:
-            self._expired_outside.remove(run)
-            self.move_expired(run)
-
-    def has_expired(self, run: Run) -> bool:
-        """Whether a waiting run is served behind all others, because it expired."""
-        if self._is_follower(run) or run in self.delayed:
-            return run in self._expired_outside
-        return run in self._lane_of(run).expired
+        lane = run.waits_in
+        if type(lane) is Lane:
+            lane.move_expired(run)
+            self.changed.add(lane.name)
+        else:
+            run.is_late = True
 
     # --- reading -------------------------------------------------------------------------------------------
 
