@@ -99,7 +99,7 @@ class Custom(Eager):
         self._policy = policy
 
     def form(self, lane: Lane, reason: DispatchReason, now_us: int) -> tuple[int, Sequence[Refusal]]:
-        slices = self._queue.peek_batch(lane)
+        slices = lane.peek_batch(self._rules.batch, self._rules.shares)
         requests = [request for run, start, count in slices for request in run.requests(start, start + count)]
         formed = self._policy.form(requests)
         failed = self._queue.take_from(slices, formed.failed)

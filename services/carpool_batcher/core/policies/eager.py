@@ -36,7 +36,7 @@ class Eager:
     def ready(self, lane: Lane, now_us: int) -> tuple[int, DispatchReason]:
         """When a batch of a lane is ready, and the reason. The lane must not be empty."""
         rules = self._rules
-        if self._queue.has_full_batch(lane):
+        if lane.has_full_batch(rules.batch):
             return ANY_TIME_US, "full"
         if rules.preferred_sizes and self._preferred_size(lane):
             return ANY_TIME_US, "preferred"

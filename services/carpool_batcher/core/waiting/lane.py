@@ -235,6 +235,10 @@ class Lane:
         """The number of requests that the model is expected to execute."""
         return self.count - self.doubtful
 
+    def has_full_batch(self, limits: BatchLimits) -> bool:
+        """Whether its next batch could not grow by waiting."""
+        return self.count >= limits.size or self.cost >= limits.cost or self.bytes >= limits.bytes
+
     def in_order(self, shares: Shares) -> Iterator[Slice]:
         """All requests, in the order in which `pop_batch` would return them."""
         return chain.from_iterable(queue.in_order(shares) for queue in self._queues.values())

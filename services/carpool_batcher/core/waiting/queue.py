@@ -7,6 +7,7 @@ head is in a lane; its followers wait in `core.sequences`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -186,14 +187,14 @@ class Queue:
     def _limits_of(self, run: Run, *, is_delayed: bool) -> tuple[_Limit, _Limit]:
         """How many more requests like those of a run may wait, and of how many bytes."""
         numbers = [
-            _Limit(self._rules.queue_size - self.count - self.withheld, "queue_size", self._full_of_requests),
+            _Limit(self._rules.queue_size - self.count - self.withheld, "queue_size", partial(_full, self)),
             _Limit(
                 self._priority_space(run.priority),
                 "queue_size",
                 lambda sizes: _full_for_priority(run.priority),
             ),
         ]
-        sizes = [_Limit(self._rules.queue_bytes - self.bytes, "queue_bytes", self._full_of_bytes)]
+        sizes = [_Limit(self._rules.queue_bytes - self.bytes, "queue_bytes", partial(_full_of_bytes, self))]
         if is_delayed:
             number, size_bytes = self.delayed.space(run.priority)
             numbers.append(_Limit(number, "delayed", lambda sizes: self.delayed.full()))
@@ -204,20 +205,6 @@ class Queue:
         """How many more requests of a priority may wait by the limit of this priority."""
         limit = self._rules.queue_size_of_priority.get(priority, NO_LIMIT)
         return limit - self._count_by_priority[priority]
-
-    def _full_of_requests(self, refused_sizes: Sequence[int]) -> str:
-        content = f"{self.count} requests wait"
-        if self.withheld:
-            content += f", {self.withheld} results are withheld until earlier ones are done"
-        return f"the queue is full (max_queue_size): {content}; try again later"
-
-    def _full_of_bytes(self, refused_sizes: Sequence[int]) -> str:
-        least, most = min(refused_sizes), max(refused_sizes)
-        size = f"{most}" if least == most else f"{least} to {most}"
-        return (
-            f"the queue is full (max_queue_bytes): {self.bytes} bytes wait, and this request has {size}; "
-            "try again later"
-        )
 
     # --- removing ------------------------------------------------------------------------------------------
 
@@ -395,19 +382,6 @@ class Queue:
         else:
             run.is_late = True
 
-    # --- reading -------------------------------------------------------------------------------------------
-
-    def has_full_batch(self, lane: Lane) -> bool:
-        """Whether a batch of this lane could not grow by waiting."""
-        size, cost, size_bytes = self._rules.batch
-        if lane.count >= size or lane.bytes >= size_bytes:
-            return True
-        return self._rules.has_batch_cost and lane.cost >= cost
-
-    def peek_batch(self, lane: Lane) -> list[Slice]:
-        """The requests that `pop_batch` would return, without removing them."""
-        return lane.peek_batch(self._rules.batch, self._rules.shares)
-
 
 def _part(run: Run, indexes: Sequence[int]) -> Run | None:
     """Take the requests at these indexes out of a run: the run itself if they are all, None if none."""
@@ -427,6 +401,22 @@ def _refuse(run: Run, is_sent_again: _IsSentAgain, status: str, reason: str, det
     copies = _part(run, _sent_again(run, is_sent_again))
     refusals = [] if copies is None else [duplicate(copies)]
     return refusals if copies is run else [*refusals, refusal(run, status, reason, detail)]
+
+
+def _full(queue: Queue, refused_sizes: Sequence[int]) -> str:
+    content = f"{queue.count} requests wait"
+    if queue.withheld:
+        content += f", {queue.withheld} results are withheld until earlier ones are done"
+    return f"the queue is full (max_queue_size): {content}; try again later"
+
+
+def _full_of_bytes(queue: Queue, refused_sizes: Sequence[int]) -> str:
+    least, most = min(refused_sizes), max(refused_sizes)
+    size = f"{most}" if least == most else f"{least} to {most}"
+    return (
+        f"the queue is full (max_queue_bytes): {queue.bytes} bytes wait, and this request has {size}; "
+        "try again later"
+    )
 
 
 def _full_for_priority(priority: int) -> str:
