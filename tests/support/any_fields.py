@@ -216,7 +216,7 @@ class Batcher:
         assert (queue.delayed.requests, queue.delayed.bytes) == (0, 0)
         assert not any(queue.delayed._by_priority)
         bodies, ids = queue.bodies, self.scheduler._ids_in_flight
-        assert not (bodies.waiting or bodies._in_flight or bodies._of_batches)
+        assert not (bodies.waiting or bodies._in_flight or bodies._by_batch)
         assert not (ids._named or ids._indexed or ids._batches)
         assert not self.stream and not self.table
 

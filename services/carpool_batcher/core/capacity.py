@@ -168,14 +168,14 @@ class Capacity:
 
     def left(self) -> tuple[int, int]:
         """How many batches that cannot grow may be dispatched, and what they may cost together."""
-        batches = self._batches_per_process * self.processes - self._taken()
+        batches = self._batches_per_process * self.processes - self._occupied()
         limit = self._cost_per_process
         return batches, NO_LIMIT if limit is None else limit * self.processes - self._cost
 
     def idle_processes(self, now_us: int) -> int:
         """How many processes could execute a batch dispatched now without delay. O(log processes)."""
         finished = bisect_right(self._executing, (now_us + self._learned.lead_us, _LAST_ID))
-        return max(0, self.processes - self._taken() + finished)
+        return max(0, self.processes - self._occupied() + finished)
 
     def free_at_us(self, now_us: int, *, is_full: bool = False) -> int | None:
         """From when on a batch that can still grow may be dispatched; with `is_full`, one that cannot.
@@ -183,7 +183,7 @@ class Capacity:
         `now_us` if a process is idle, or else `lead_us` before the last batch of one settles, or FULL_LEADS
         times as long before. None if that is unknown until a batch settles.
         """
-        taken = self._taken()
+        taken = self._occupied()
         if taken < self.processes:
             return now_us
         batches_max = FULL_BATCHES_MAX if is_full else PROCESS_BATCHES_MAX
@@ -206,7 +206,7 @@ class Capacity:
     def _before_next(self) -> tuple[int, str] | None:
         """The batch for which the next one to be dispatched has to wait, and when it is expected to settle;
         None if that is unknown. No process may be idle. O(1) for the first batch ahead of each process."""
-        ahead = self._taken() - self.processes
+        ahead = self._occupied() - self.processes
         if ahead < len(self._executing):
             return self._executing[ahead]  # processes that are free earlier have a batch ahead already
         if self._reserved or not self.processes or len(self._executing) < self.processes:
@@ -219,7 +219,7 @@ class Capacity:
     def starts_us(self, now_us: int) -> int:
         """A batch that is dispatched now settles as if it were dispatched at this time: later than now, if it
         has to wait for a process that is still busy."""
-        before = None if self._taken() < self.processes else self._before_next()
+        before = None if self._occupied() < self.processes else self._before_next()
         return now_us if before is None else max(now_us, before[0] - self._learned.round_trip_us)
 
     def free_times_us(self, now_us: int) -> list[int]:
@@ -243,7 +243,7 @@ class Capacity:
         """How late a batch may be while it is still expected to settle at any moment."""
         return self._learned.round_trip_us + self._learned.times_of(self.in_flight[batch_id].lane).at_most(1)
 
-    def _taken(self) -> int:
+    def _occupied(self) -> int:
         return len(self.in_flight) + len(self._reserved)
 
 

@@ -29,7 +29,7 @@ from carpool_batcher.core.learned.learned import Learned
 Cause = Literal["early", "waiting", "dispatched_late", "computed_long", "delivered_late"]
 CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 
-_OF_REFUSALS: Final[Mapping[str, Cause]] = {"early": "early", "waiting": "waiting"}  # by reason
+_CAUSES_OF_REFUSALS: Final[Mapping[str, Cause]] = {"early": "early", "waiting": "waiting"}  # by reason
 _NONE: Final[Mapping[Cause, int]] = {}
 
 
@@ -63,7 +63,7 @@ def causes_of_refusals(refusals: Iterable[Refusal]) -> Mapping[Cause, int]:
     """Count by cause the refused requests that missed their deadlines."""
     causes: Counter[Cause] = Counter()
     for refusal in refusals:
-        cause = _OF_REFUSALS.get(refusal.reason)
+        cause = _CAUSES_OF_REFUSALS.get(refusal.reason)
         if cause is not None:
             causes[cause] += len(refusal.correlation_ids)
     return causes

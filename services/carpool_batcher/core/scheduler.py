@@ -264,7 +264,7 @@ class Scheduler:
         refusals: Sequence[Refusal] = ()
         entries: Sequence[Entry] = ()
         if due_us is not None and due_us <= now_us:
-            arrived_later, entries = self._withdrawals.take(waiting, now_us)
+            arrived_later, entries = self._withdrawals.pop_all(waiting, now_us)
             refusals = self._queue.withdraw(arrived_later)
             # Some may have been dispatched since. Of two with one ID the wrong one might be answered.
             self._cancel(name for name, later in arrived_later.items() if not later)

@@ -231,7 +231,7 @@ class Queue:
         self._drop_if_empty(lane)
         if self._sequences:
             for run in batch.runs:
-                self._sequences.take(run)
+                self._sequences.dispatch(run)
         return batch
 
     def awaited(self, run: Run) -> str:
