@@ -58,7 +58,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Entry, Run, SequencePart, Withdrawal
-from carpool.messages.results import UNANSWERED, Refusal
+from carpool.messages.results import Refusal
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity
@@ -69,17 +69,16 @@ from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.learned.doubtful_producers import executable_size
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.custom import CustomPolicy
+from carpool_batcher.core.repeated import RepeatedRequests, unanswered
 from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.sequences.space import Processes
-from carpool_batcher.core.waiting.duplicates import IdsInFlight, Separated, separate
+from carpool_batcher.core.waiting.duplicates import IdsInFlight, Separated
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, RequestsInFlight, Withdrawn
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
-
-_Known = dict[str | None, set[str]]  # correlation IDs by address
 
 
 class Scheduler:
@@ -106,6 +105,7 @@ class Scheduler:
         self._withdrawals = PendingWithdrawals()
         self._streams = RequestsInFlight()  # of a stepping model
         self._ids_in_flight = IdsInFlight()  # not of sequences, which know their duplicates themselves
+        self._repeated = RepeatedRequests(self._queue, self._ids_in_flight, self._withdrawals)
         self._cancelled: list[Cancel] = []
         self._polled_us = 0
         self._apply_settings()
@@ -189,32 +189,25 @@ class Scheduler:
         if run.sequence is not None or self._rules.has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
-                return [refused] if self._rules.has_sequences else list(self._answer_once(refused, {}))
+                return [refused] if self._rules.has_sequences else list(self._repeated.answer_once(refused))
         if self.learned.producers:
             run.is_doubtful = self.learned.producers.is_doubtful(run.producer)
-        refusals = self._queue.admit(run, now_us, self._is_sent_again)
+        refusals = self._queue.admit(run, now_us, self._repeated.is_sent_again)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
             self._deadlines.watch(run, run.deadline_us, now_us)
         if refusals and run.sequence is not None:
             self.sequences.refuse_arrival(run.sequence, run.correlation_ids[0])
         return refusals
 
-    def _is_sent_again(self, request: tuple[str | None, str]) -> bool:
-        """Whether another copy of a request, by address and correlation ID, waits or is in flight. What is
-        being withdrawn does not count: its producer may send a new request under the same ID."""
-        if self._withdrawals.arrived_later and request[1] in self._withdrawals.arrived_later:
-            return False
-        return request in self._queue.ids or request in self._ids_in_flight
-
     def refuse_malformed(self, refused: Refusal) -> Iterable[Refusal]:
         """A request arrived that could not be decoded, or columns of several. Returns its Refusals: without
         an answer for those that were sent again, and wait or are in flight. A limit of the model that they
         exceed now may have been a higher one before."""
         if not self._rules.has_sequences:
-            return self._answer_once(refused, {})
+            return self._repeated.answer_once(refused)
         part = refused.breaks
         if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
-            return (_unanswered(refused, refused.correlation_ids),)
+            return (unanswered(refused, refused.correlation_ids),)
         if part is not None:
             self.refuse_arrival(part, refused.correlation_ids[0])
         return (refused,)
@@ -293,10 +286,7 @@ class Scheduler:
         """Dispatches of the last `poll`, without requests that are in one of them already. The caller gives
         the copies that were taken out to `take_duplicates`, after the `launch` of the others. Almost always
         O(1)."""
-        if not self._queue.ids.is_repeated_popped:
-            return Separated(dispatches, ())
-        self._queue.ids.is_repeated_popped = False
-        return separate(dispatches)
+        return self._repeated.separate(dispatches)
 
     def take_duplicates(self, dispatched: Sequence[Run], copies: Sequence[Run], now_us: int) -> list[Refusal]:
         """After a dispatch of these runs: the Refusals of all that repeats one of their requests, and waits
@@ -461,62 +451,11 @@ class Scheduler:
                 return decisions  # very many have expired: first all of these, so that none is dispatched
         if not self._rules.has_sequences:
             decisions += self._dispatcher.dispatch(now_us)
-            return self._answered_once(decisions) if decisions else decisions
+            return self._repeated.answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
         decisions += self._dispatcher.dispatch(now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
-
-    def _answered_once(self, decisions: list[Decision]) -> list[Decision]:
-        """These decisions, without the answers to requests of which another copy waits, is to be dispatched
-        or is in flight: its answer is theirs."""
-        if Refusal not in map(type, decisions):
-            return decisions
-        known: _Known = {}
-        if self._queue.ids.is_repeated_popped:  # else no copy of a refused request is to be dispatched
-            for run in [run for one in decisions if type(one) is Dispatch for run in one.runs]:
-                known.setdefault(run.reply_to, set()).update(run.correlation_ids)
-        decided: list[Decision] = []
-        for one in decisions:
-            if type(one) is Refusal:
-                decided += self._answer_once(one, known)
-            else:
-                decided.append(one)
-        return decided
-
-    def _answer_once(self, refused: Refusal, known: _Known) -> Iterable[Refusal]:
-        """A Refusal of requests that do not wait, divided by whether they get this answer. They do not if
-        they are `known`, to which they are added, or were sent again."""
-        reply_to, of_address = refused.reply_to, known.setdefault(refused.reply_to, set())
-        stand_in = refused.entry.id if refused.run is None else ""  # of each request with an invalid ID
-        different = set(refused.correlation_ids)
-        if (
-            len(different) == len(refused.correlation_ids)
-            and stand_in not in different
-            and of_address.isdisjoint(different)
-            and self._queue.ids.are_new(reply_to, different)
-            and self._ids_in_flight.are_new(reply_to, different)
-        ):
-            of_address |= different
-            return (refused,)
-        again: list[int] = []
-        for at, name in enumerate(refused.correlation_ids):
-            if name == stand_in:
-                continue
-            if name in of_address or self._is_sent_again((reply_to, name)):
-                again.append(at)
-            of_address.add(name)
-        if not again:
-            return (refused,)
-        names, run = refused.correlation_ids, refused.run
-        if len(again) == len(names):
-            return (_unanswered(refused, names),)
-        if run is not None:
-            copies = run.take(again)
-            return duplicate(copies), refused._replace(correlation_ids=run.correlation_ids)
-        removed = frozenset(again)
-        others = [name for at, name in enumerate(names) if at not in removed]
-        return _unanswered(refused, [names[at] for at in again]), refused._replace(correlation_ids=others)
 
     def _release(self, now_us: int) -> None:
         """Let delayed runs take part from now on, if their time has come."""
@@ -576,13 +515,6 @@ class Scheduler:
             doubtful=size - executable_size(dispatch.runs),
             producers=self.learned.producers.remembered(dispatch.runs),
         )
-
-
-def _unanswered(refused: Refusal, names: Sequence[str]) -> Refusal:
-    """A Refusal of these of its requests, which get no answer and break no sequence."""
-    return refused._replace(
-        correlation_ids=names, status=UNANSWERED, reason="duplicate", detail="", breaks=None
-    )
 
 
 def earlier(at_us: int | None, other_us: int | None) -> int | None:
