@@ -38,9 +38,9 @@ class Rules:
     """The settings of one model as the core applies them. The Scheduler alone changes them; the parts below
     it have this object, and read it whenever they decide. Times are in microseconds.
 
-    `batch`: the limits of a batch, of which a stepping model's has one
-    request. `*_of_priority`: only of priorities that have a limit of their own. `delayed_*`: the share of
-    delayed requests. `served_late`: by priority, whether requests are served even after their deadline.
+    `batch`: the limits of a batch, of which a stepping model's has one request. `*_of_priority`: only of
+    priorities that have a limit of their own. `delayed_*`: the share of delayed requests. `served_late`: by
+    priority, whether requests are served even after their deadline.
     """
 
     def __init__(self, settings: ModelSettings, kind: ModelKind = ModelKind.PLAIN) -> None:
