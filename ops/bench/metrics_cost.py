@@ -22,7 +22,7 @@ from carpool.messages.results import Chunk
 from carpool.messages.settled import BatchSettled, Streamed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.steps import KeptChunk, StepWrite
-from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.missed import MissedDeadlines
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
@@ -41,7 +41,7 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     metrics = BatcherMetrics()
     meter = Meter(metrics, MODEL)
     scheduler = Scheduler(ModelSettings(max_batch_size=size), model_processes=1)
-    missed = MissedDeadlines(scheduler.capacity)
+    missed = MissedDeadlines(scheduler.learned, scheduler.in_flight())
     runs = [
         Run(Entry("1-1", 1000), [str(at)], [b""], arrival_us=1000, deadline_us=60_000_000)
         for at in range(size)
@@ -53,7 +53,7 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     def record() -> None:
         meter.dispatched(batches, scheduler, 5_000)
         meter.settled(in_flight, 7_000)
-        scheduler.capacity.transit.observe_delivery(300)
+        scheduler.learned.observe_delivery(300)
         missed.settled(event, in_flight, 7_000)
 
     return record, metrics

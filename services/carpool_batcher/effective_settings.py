@@ -17,7 +17,7 @@ import structlog
 
 from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.store.directory import ModelSnapshot
-from carpool_batcher.core.custom import CustomPolicy
+from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.policies import Policies, create_policy
 
 DEFAULT_POLICY: Final = POLICIES[0]

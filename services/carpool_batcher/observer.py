@@ -12,7 +12,7 @@ from carpool.messages.batches import Dispatch
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.messages.settled import BatchSettled
-from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.meter import Meter
@@ -35,7 +35,7 @@ class Observer:
         self._meter = meter
         self._log = AnswerLog(log)
         self._scheduler = scheduler
-        self._missed = MissedDeadlines(scheduler.capacity)
+        self._missed = MissedDeadlines(scheduler.learned, scheduler.in_flight())
         self._settled: list[_Settled] = []  # and not counted yet
 
     def refused(self, refusals: Sequence[Refusal]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from carpool.plugins import UnusableError, find_object, reason_of
-from carpool_batcher.core.custom import INCLUDE, CustomPolicy
+from carpool_batcher.core.policies.custom import INCLUDE, CustomPolicy
 
 Policies = Mapping[str, Callable[[], Any]]  # classes of custom policies, by the name that settings refer to
 

@@ -210,7 +210,7 @@ class Session:
                 continue
             settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
             if is_awaited:
-                scheduler.capacity.transit.observe_delivery(now_us - settled_us)
+                scheduler.learned.observe_delivery(now_us - settled_us)
             self._observer.settled(event, batch, settled_us)
             scheduler.settle(
                 event.batch_id,

@@ -64,7 +64,7 @@ class PendingWithdrawals:
             return None
         return 0 if len(self.arrived_later) + len(self._entries) >= waiting else self._pause_ends_us
 
-    def take(self, waiting: int, now_us: int) -> tuple[ArrivedLater, list[Entry]]:
+    def pop_all(self, waiting: int, now_us: int) -> tuple[ArrivedLater, list[Entry]]:
         """All IDs, with the runs that are not withdrawn, and the entries. They are looked for now."""
         taken = self.arrived_later, self._entries
         self.arrived_later, self._entries = {}, []

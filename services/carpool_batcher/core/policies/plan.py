@@ -1,4 +1,4 @@
-"""The policy `deferred`: dispatch as late as deadlines allow, and refuse early what cannot be in time.
+"""The plans of the policy `deferred`: until when to wait, what to refuse, and how many to dispatch.
 
 The producer of a request is expected to have its result by t + transit + l(n), if it is dispatched at t in a
 batch of n. Here l(n) includes the margin of `learned.latency`; transit is round trip and delivery
@@ -33,7 +33,6 @@ Why: docs/decisions/0015.
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -235,29 +234,3 @@ def _best_throughput(forecast: Forecast, deadline_us: int, start_us: int) -> flo
     """Requests per microsecond in the largest batch that is in time."""
     largest = max(1, forecast.largest_in_time(start_us, deadline_us, forecast.max_size))
     return largest / max(1, forecast.times.of(largest))
-
-
-class ArrivalRate:
-    """How often requests arrive: the mean gap between recent arrivals, weighted exponentially. It is told
-    their total from time to time, O(1) each time."""
-
-    def __init__(self) -> None:
-        self._observed: tuple[int, int] | None = None  # arrivals so far, and when (us)
-        # Arrivals, and the time in which they arrived, weighted by their age: of a pause, at most the memory.
-        self._recent = 0.0
-        self._recent_us = 0.0
-
-    def observe(self, arrived: int, now_us: int, memory_us: float) -> None:
-        """By `now_us`, `arrived` requests had arrived. What is `memory_us` older counts e times less."""
-        if self._observed is not None:
-            arrived_before, observed_us = self._observed
-            weight = math.exp(min(0, observed_us - now_us) / memory_us) if memory_us else 0.0
-            self._recent *= weight
-            self._recent_us = self._recent_us * weight + memory_us * (1 - weight)
-            self._recent += arrived - arrived_before
-        self._observed = arrived, now_us
-
-    @property
-    def gap_us(self) -> float:
-        """The mean time from one arrival to the next; 0 while unknown."""
-        return self._recent_us / self._recent if self._recent else 0.0

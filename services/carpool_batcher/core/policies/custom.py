@@ -21,7 +21,15 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
+from carpool.errors import INTERNAL
+from carpool.messages.batches import DispatchReason
 from carpool.messages.requests import Request
+from carpool.messages.results import Refusal
+from carpool_batcher.core.decisions import refusal
+from carpool_batcher.core.policies.eager import Eager
+from carpool_batcher.core.rules import Rules
+from carpool_batcher.core.waiting.lane import Lane
+from carpool_batcher.core.waiting.queue import Queue
 
 INCLUDE: Final = "include(self, batch, request)"
 
@@ -79,6 +87,23 @@ class CustomPolicy:
             failed = {"initialise": range(len(candidates)), "include": [size - 1], "finalise": range(size)}
             return FormedBatch(0, failed[hook], detail)
         return FormedBatch(size)
+
+
+class Custom(Eager):
+    """A batch is ready as under `eager`, and has the requests that a user's policy includes."""
+
+    is_full_final = False
+
+    def __init__(self, rules: Rules, queue: Queue, policy: CustomPolicy) -> None:
+        super().__init__(rules, queue)
+        self._policy = policy
+
+    def form(self, lane: Lane, reason: DispatchReason, now_us: int) -> tuple[int, Sequence[Refusal]]:
+        slices = lane.peek_batch(self._rules.batch, self._rules.shares)
+        requests = [request for run, start, count in slices for request in run.requests(start, start + count)]
+        formed = self._policy.form(requests)
+        failed = self._queue.take_from(slices, formed.failed)
+        return formed.size, [refusal(run, INTERNAL, "policy", formed.detail) for run in failed]
 
 
 def _place_of(error: BaseException) -> str:
