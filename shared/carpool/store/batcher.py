@@ -255,9 +255,11 @@ class BatcherStore:
         only_active_as = self.name if self.kind.has_sequences else ""
         if only_active_as:
             script_keys.keys += [keys.batcher, keys.workers]
-        of_model: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
-        of_model += ["settings", settings] if settings else []
-        batches = [self._batch_element(dispatch, indexes, of_model, script_keys) for dispatch in dispatches]
+        model_fields: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
+        model_fields += ["settings", settings] if settings else []
+        batches = [
+            self._batch_element(dispatch, indexes, model_fields, script_keys) for dispatch in dispatches
+        ]
         args: list[Argument] = [_arrivals_arg(arrivals), only_active_as]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
         args += list_args([entry.id for entry in indexes])
@@ -285,11 +287,11 @@ class BatcherStore:
         self,
         dispatch: Dispatch,
         indexes: Mapping[Entry, int],
-        of_model: Sequence[Argument],
+        model_fields: Sequence[Argument],
         script_keys: ScriptKeys,
     ) -> list[Any]:
         """A batch as `dispatch.lua` reads it, without its runs."""
-        fields: list[Argument] = ["size", dispatch.size, "reason", dispatch.reason, *of_model]
+        fields: list[Argument] = ["size", dispatch.size, "reason", dispatch.reason, *model_fields]
         if dispatch.expected_us:
             fields += ["expected_us", dispatch.expected_us]
         if self.kind is ModelKind.STEPPING:
