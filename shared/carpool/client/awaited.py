@@ -102,15 +102,16 @@ class AwaitedRequests:
             if not first.awaited:
                 Timeouts.stop(first)
             return
-        positions: dict[Sink, list[int]] = {}
+        by_sink: dict[Sink, dict[int, Any]] = {}  # the target of each result, by its position
         for at, entry in enumerate(entries):
             if entry is None:
                 self.late_results += 1
             else:
-                positions.setdefault(entry.sink, []).append(at)
-        for sink, at_sink in positions.items():
-            targets = [self._pop_target(entry, ids[at]) for at in at_sink if (entry := entries[at])]
-            sink.put_columns(targets, columns if len(at_sink) == len(ids) else columns.select(at_sink))
+                by_sink.setdefault(entry.sink, {})[at] = self._pop_target(entry, ids[at])
+        for sink, found in by_sink.items():
+            sink.put_columns(
+                list(found.values()), columns if len(found) == len(ids) else columns.select(list(found))
+            )
 
     def _on_chunk(self, envelope: Envelope) -> None:
         correlation_id = envelope["correlation_id"]
