@@ -26,8 +26,8 @@ class Generation(StepRequest):
     """
 
     __slots__ = (
-        "_admitted", "_body_again", "_emitted_before", "_is_streamed", "_silent_steps", "_taken_bytes",
-        "_taken_count", "is_begun", "key",
+        "_admitted", "_body_again", "_emitted_before", "_is_streamed", "_sent_bytes", "_sent_count",
+        "_silent_steps", "is_begun", "key",
     )  # fmt: skip
 
     def __init__(
@@ -43,8 +43,8 @@ class Generation(StepRequest):
         if admit.chunks:
             self.emitted = _strip_headers(admit.chunks, self._packed)
             self._overhead_bytes = len(admit.chunks) * CHUNK_OVERHEAD_BYTES
-        self._taken_count = self._chunks_count = self.emitted
-        self._taken_bytes = self._chunks_bytes = len(self._packed)
+        self._sent_count = self._chunks_count = self.emitted
+        self._sent_bytes = self._chunks_bytes = len(self._packed)
         self._emitted_before = self.emitted  # before the last step that `count_silent_steps` heard of
         self._silent_steps = 0
 
@@ -60,19 +60,19 @@ class Generation(StepRequest):
     @property
     def was_sent(self) -> bool:
         """Whether its reader may have seen a chunk."""
-        return self._is_streamed and self._taken_count > 0
+        return self._is_streamed and self._sent_count > 0
 
-    def take(self) -> Advance | None:
-        """What was not taken yet; None if nothing was."""
-        count = self.emitted - self._taken_count if self._is_streamed else 0
+    def pop_advance(self) -> Advance | None:
+        """What is to be sent now; None if nothing is."""
+        count = self.emitted - self._sent_count if self._is_streamed else 0
         has_ended = self._is_finished or self._failure is not None
         if not (count or has_ended):
             return None
         chunk = b""
         if count:
             header = _LIST_OF_ONE if count == 1 else list_header(count)
-            chunk = header + self._packed[self._taken_bytes :]
-            self._taken_count, self._taken_bytes = self.emitted, len(self._packed)
+            chunk = header + self._packed[self._sent_bytes :]
+            self._sent_count, self._sent_bytes = self.emitted, len(self._packed)
             self._overhead_bytes += CHUNK_OVERHEAD_BYTES
             self._emitted_before, self._silent_steps = self.emitted, 0
         if not has_ended:
@@ -81,7 +81,7 @@ class Generation(StepRequest):
         return Advance(self.key, chunk, self.emitted, output, self._failure)
 
     def count_silent_steps(self) -> int:
-        """It took a step, after which there was nothing to take: how many such steps it has taken in a row in
+        """It took a step, after which there was nothing to send: how many such steps it has taken in a row in
         which it emitted nothing."""
         self._silent_steps = self._silent_steps + 1 if self.emitted == self._emitted_before else 0
         self._emitted_before = self.emitted

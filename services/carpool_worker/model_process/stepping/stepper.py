@@ -101,7 +101,7 @@ class Stepper:
         self._owes_step = False
         begin_us = self._begin_valid(planned.begun) if planned.begun else 0
         if planned.begun and not planned.is_alone:
-            advances, errors = self._taken(planned.begun)
+            advances, errors = self._pop_advances(planned.begun)
             if advances:
                 self._owes_step = bool(self._slots.occupied)
                 self._running_reported = self._slots.occupied
@@ -224,7 +224,7 @@ class Stepper:
             )
 
     def _report(self, planned: Round[Generation], step_us: int, begin_us: int, size: int) -> Step | None:
-        advances, errors = self._taken(planned.stepped, has_stepped=True)
+        advances, errors = self._pop_advances(planned.stepped, has_stepped=True)
         if planned.is_alone and not advances:  # the worker waits for it
             (generation,) = planned.stepped
             advances = [Advance(generation.key, b"", generation.emitted)]
@@ -234,13 +234,15 @@ class Stepper:
         self._running_reported = running
         return Step(step_us, begin_us, size, running, advances, errors)
 
-    def _taken(self, generations: Requests, *, has_stepped: bool = False) -> tuple[list[Advance], Errors]:
+    def _pop_advances(
+        self, generations: Requests, *, has_stepped: bool = False
+    ) -> tuple[list[Advance], Errors]:
         """What these have emitted and not sent, and why results are too large, if any are. Ends those that
         have ended."""
         advances: list[Advance] = []
         errors: Errors = {}
         for generation in generations:
-            advance = generation.take()
+            advance = generation.pop_advance()
             if advance is None:
                 if has_stepped and generation.count_silent_steps() == SILENT_STEPS_MAX:
                     self._report_silence(generation)
