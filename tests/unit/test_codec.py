@@ -758,7 +758,7 @@ def test_expired_request_is_not_executed() -> None:
 
 def test_request_answered_before_is_not_executed_again() -> None:
     execution = prepared(
-        codec_of(), request_of(b"{"), request_of(1), request_of(2), answered=frozenset({0, 2}), epoch=2
+        codec_of(), request_of(b"{"), request_of(1), request_of(2), answered_before=frozenset({0, 2}), epoch=2
     )
     assert positions(execution) == [[1]] and not execution.results
 

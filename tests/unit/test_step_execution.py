@@ -328,7 +328,7 @@ def test_request_that_was_given_up_stays_so() -> None:
 
 
 def test_request_that_a_batcher_answered_is_only_removed() -> None:
-    request = request_of(answered=frozenset({0}))
+    request = request_of(answered_before=frozenset({0}))
     request.is_sent = False
     assert request.has_ended and request.has_news(BUFFER) and not request.is_waiting
     write = request.next_write(BUFFER, NOW_US)
