@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import struct
 from fractions import Fraction
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
 import msgpack
 
 VECTORS: Final = Path(__file__).parent / "vectors"
+FROZEN: Final = VECTORS / "frozen.sha256"
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
@@ -1436,9 +1438,26 @@ def as_text(lists: dict[str, list[Case]]) -> str:
     return "{" + ",\n".join(named) + "}\n"
 
 
+def digests() -> set[str]:
+    """A line for each case: its file, and its SHA-256."""
+    return {
+        f"{file} {sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()}"
+        for file, lists in files().items()
+        for cases in lists.values()
+        for case in cases
+    }
+
+
+def frozen() -> set[str]:
+    """The digests of all cases that have ever been written."""
+    return set(FROZEN.read_text(encoding="utf-8").splitlines())
+
+
 def main() -> None:
     for name, lists in files().items():
         (VECTORS / name).write_text(as_text(lists), encoding="utf-8")
+    ever = sorted(frozen() | digests())  # only added to: what was written once stays true
+    FROZEN.write_text("".join(f"{line}\n" for line in ever), encoding="utf-8")
 
 
 if __name__ == "__main__":

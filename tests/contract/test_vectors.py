@@ -303,6 +303,17 @@ def test_file_is_what_make_vectors_writes(file: str) -> None:
     assert (VECTORS / file).read_bytes() == text.encode()
 
 
+def test_no_case_has_changed() -> None:
+    """Producers in any language rely on each. New cases may be added; what was written once stays true."""
+    changed = sorted(make_vectors.frozen() - make_vectors.digests())
+    assert not changed, "cases of these files have changed, or are gone: existing producers would break"
+
+
+def test_new_cases_are_frozen() -> None:
+    new = sorted(make_vectors.digests() - make_vectors.frozen())
+    assert not new, "run tests/contract/make_vectors.py, which adds the digests of new cases"
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_names_of_cases_are_unique(file: str) -> None:
     for of_file in lists_of(file).values():
