@@ -1,6 +1,8 @@
 """Fixtures for tests with real services: Redis servers and stacks. Failed tests show the services' logs.
 
 Here are plugins registered, too: which tests run together and when, and what ends a test that hangs.
+
+Why: docs/decisions/0039.
 """
 
 from __future__ import annotations

@@ -22,14 +22,13 @@ from carpool.messages.results import Chunk
 from carpool.messages.settled import BatchSettled, Streamed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.steps import KeptChunk, StepWrite
-from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.missed import MissedDeadlines
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.step_frames import Step
-from carpool_worker.step_execution import StepExecution
+from carpool_worker.stepping.execution import StepExecution
 
 REQUEST_CPU_US: Final = 31.0  # CPU time of a request over all processes: `make bench`, 1,024 in flight
 MODEL: Final = "noop"
@@ -42,7 +41,7 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     metrics = BatcherMetrics()
     meter = Meter(metrics, MODEL)
     scheduler = Scheduler(ModelSettings(max_batch_size=size), model_processes=1)
-    missed = MissedDeadlines(scheduler.capacity)
+    missed = MissedDeadlines(scheduler.learned, scheduler.in_flight())
     runs = [
         Run(Entry("1-1", 1000), [str(at)], [b""], arrival_us=1000, deadline_us=60_000_000)
         for at in range(size)
@@ -54,7 +53,7 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     def record() -> None:
         meter.dispatched(batches, scheduler, 5_000)
         meter.settled(in_flight, 7_000)
-        scheduler.capacity.transit.observe_delivery(300)
+        scheduler.learned.observe_delivery(300)
         missed.settled(event, in_flight, 7_000)
 
     return record, metrics
@@ -80,11 +79,10 @@ def stepped(size: int) -> Callable[[], None]:
     for request in requests:
         request.chunk_us = 30_000
     write = StepWrite(batch, 1, [KeptChunk(Chunk("1", MSGPACK, b"", 1), b"")])
-    written = [(request, write) for request in requests]
-    step = Step(19_000, 0, size, size, [])
+    written = [(write, request.chunk_us) for request in requests]
 
     def record() -> None:
-        metrics.stepped(step)
+        metrics.stepped(19_000)
         metrics.chunks_written(written, 50_000)
 
     return record

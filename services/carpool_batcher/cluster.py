@@ -18,7 +18,7 @@ from carpool.cluster import slot_of
 from carpool.keys import models_key
 from carpool.lifecycle import Loop
 from carpool.store.connection import Link
-from carpool.store.permissions import reason_of
+from carpool.store.link_errors import reason_of
 from carpool_batcher.meter import BatcherMetrics
 from carpool_batcher.policies import Policies
 from carpool_batcher.service import (

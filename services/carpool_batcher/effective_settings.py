@@ -2,6 +2,8 @@
 
 Both come from Redis and may be invalid, or name a policy that this batcher cannot use. Then they are rejected
 as a whole, and the model is served with other settings. The batcher's report says so.
+
+Why: docs/decisions/0018.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import structlog
 
 from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.store.directory import ModelSnapshot
-from carpool_batcher.core.custom import CustomPolicy
+from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.policies import Policies, create_policy
 
 DEFAULT_POLICY: Final = POLICIES[0]
@@ -36,6 +38,11 @@ class EffectiveSettings:
         self._accepted: ModelSettings | None = None  # ... and its settings; None: it was rejected
         self._retry_at_s = 0.0
         self._custom: tuple[str, CustomPolicy] | None = None
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The names of the custom policies that settings may have."""
+        return tuple(self._policies)
 
     @property
     def custom_policy(self) -> CustomPolicy | None:

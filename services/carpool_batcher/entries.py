@@ -1,4 +1,7 @@
-"""The batcher's copy of the request stream: the entries it has read. And finding what is missing in Redis."""
+"""The batcher's copy of the request stream: the entries it has read. And finding what is missing in Redis.
+
+Why: docs/decisions/0047.
+"""
 
 from __future__ import annotations
 

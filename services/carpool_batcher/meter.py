@@ -27,7 +27,7 @@ from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histog
 from carpool.model_settings import ModelKind
 from carpool.prometheus import CollectorRegistry, Counter, Gauge
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
-from carpool_batcher.core.capacity import InFlightBatch
+from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.learned.transit import RecentTimes
 from carpool_batcher.core.missed import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
@@ -229,7 +229,7 @@ class Meter:
         policies: Sequence[str] = (),
     ) -> BatcherReport:
         """What this batcher did since it took over, and what it sees now."""
-        curve = scheduler.capacity.latency.curve
+        curve = scheduler.learned.latency.curve
         totals, before = self._totals(), self._totals_before
         return BatcherReport(
             batcher,
@@ -245,7 +245,7 @@ class Meter:
             rejected_settings,
             tuple(policies),
             scheduler.settings.policy,
-            (scheduler.capacity.transit.usual_us, scheduler.capacity.transit.at_most_us),
+            scheduler.learned.transit_us,
             missed=_increase(before.missed, totals.missed),
             stepping=self._stepping_report(scheduler, now_us),
             delays_us=(self._reading.median_us, self._waking.median_us),

@@ -3,6 +3,8 @@
 Results are withheld and delivered by the scripts that write them: see `carpool/store/lua/ordering/README.md`.
 A few times a second the batcher delivers what they left over, and frees the tickets of lost requests.
 Withheld results count as waiting (`max_queue_size`), because they use Redis's memory as waiting requests do.
+
+Why: docs/decisions/0024.
 """
 
 from __future__ import annotations

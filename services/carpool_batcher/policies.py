@@ -2,6 +2,8 @@
 
 A policy that cannot be used is refused as early as possible: most when the batcher starts, and a constructor
 that raises only later when a model's settings name the policy (`effective_settings`).
+
+Why: docs/decisions/0019.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from carpool.plugins import UnusableError, find_object, reason_of
-from carpool_batcher.core.custom import INCLUDE, CustomPolicy
+from carpool_batcher.core.policies.custom import INCLUDE, CustomPolicy
 
 Policies = Mapping[str, Callable[[], Any]]  # classes of custom policies, by the name that settings refer to
 

@@ -14,6 +14,8 @@ these rules make it safe to die between two of them:
    again finds these sequences broken, and refuses what continues them. A start it may serve: nothing that
    stands after it was refused.
 4. Entries without requests come last: until its entry is removed, a withdrawal is carried out again.
+
+Why: docs/decisions/0066.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class EarlyRefusals:
 
     To answer one costs as much as to dispatch a batch. A system that is nearly overloaded refuses many
     requests early, each at another moment. Answered one by one they would take the CPU time of those that
-    could be in time, which would then be late, and be refused too.
+    could be in time, which would then be late, and be refused too (docs/decisions/0062).
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,7 @@ class Part(NamedTuple):
     freed: Sequence[SlotFreed] = ()
 
 
-class _OfEntry(NamedTuple):
+class _EntryRefusals(NamedTuple):
     """The refusals of one entry."""
 
     refusals: list[Refusal]
@@ -91,7 +93,7 @@ class _OfEntry(NamedTuple):
         return min(places, default=SequencePart.place_of(entry.id, 0))
 
 
-class _OfSequence(NamedTuple):
+class _SequenceChanges(NamedTuple):
     """What changes in one sequence, in the order of the places; and what its process is told."""
 
     changes: list[SequenceChange]
@@ -107,20 +109,20 @@ def divide(
     """The parts, in the order in which they are to be written. One, if all of it is small. In pieces: None is
     the end of one in which no part was completed."""
     by_entry = yield from _by_entry(refusals)
-    keys = sum([of_entry.keys for of_entry in by_entry]) + len(emptied) + len(changes) + len(freed)
-    put_back_bytes = sum([of_entry.put_back_bytes for of_entry in by_entry])
+    keys = sum([one.keys for one in by_entry]) + len(emptied) + len(changes) + len(freed)
+    put_back_bytes = sum([one.put_back_bytes for one in by_entry])
     if keys <= PART_KEYS and put_back_bytes <= PART_BYTES:
         yield Part(refusals, emptied, without_earlier_breaks(changes), freed)
         return
     by_sequence = _by_sequence(changes, freed)
-    by_entry.sort(key=_OfEntry.place)
+    by_entry.sort(key=_EntryRefusals.place)
     for together in _packed(by_entry):
         part = _part_of(together, by_sequence)
-        if sum([of_entry.keys for of_entry in together]) > PART_KEYS:
-            yield from _of_changes(_by_sequence(part.changes, part.freed).values())
+        if sum([one.keys for one in together]) > PART_KEYS:
+            yield from _change_parts(_by_sequence(part.changes, part.freed).values())
             part = Part(part.refusals)
         yield part
-    yield from _of_changes(by_sequence.values())
+    yield from _change_parts(by_sequence.values())
     for start in range(0, len(emptied), PART_KEYS):
         yield Part((), emptied[start : start + PART_KEYS])
 
@@ -144,21 +146,21 @@ def without_earlier_breaks(changes: Sequence[SequenceChange]) -> list[SequenceCh
     return list(kept.values())
 
 
-def _by_entry(refusals: Iterable[Refusal]) -> Generator[None, None, list[_OfEntry]]:
+def _by_entry(refusals: Iterable[Refusal]) -> Generator[None, None, list[_EntryRefusals]]:
     by_entry: dict[Entry, list[Refusal]] = {}
     for number, refusal in enumerate(refusals, 1):
         by_entry.setdefault(refusal.entry, []).append(refusal)
         if not number % PIECE_REFUSALS:
             yield
-    of_entries: list[_OfEntry] = []
+    entries: list[_EntryRefusals] = []
     refusals_now = 0
-    for entry, of_entry in by_entry.items():
-        of_entries.append(_OfEntry(of_entry, sum(map(_keys_of, of_entry)), _put_back_bytes(entry, of_entry)))
-        refusals_now += len(of_entry)
+    for entry, refused in by_entry.items():
+        entries.append(_EntryRefusals(refused, sum(map(_keys_of, refused)), _put_back_bytes(entry, refused)))
+        refusals_now += len(refused)
         if refusals_now >= PIECE_REFUSALS:
             refusals_now = 0
             yield
-    return of_entries
+    return entries
 
 
 def _keys_of(refusal: Refusal) -> int:
@@ -174,34 +176,36 @@ def _put_back_bytes(entry: Entry, refusals: Sequence[Refusal]) -> int:
     return sum([bytes_of(run) for run in entry.runs if run not in refused])
 
 
-def _packed(by_entry: Iterable[_OfEntry]) -> Iterator[list[_OfEntry]]:
+def _packed(by_entry: Iterable[_EntryRefusals]) -> Iterator[list[_EntryRefusals]]:
     """Successive entries for each part. One that is larger than a part is alone in it."""
-    together: list[_OfEntry] = []
+    together: list[_EntryRefusals] = []
     keys = put_back_bytes = 0
-    for of_entry in by_entry:
-        keys += of_entry.keys
-        put_back_bytes += of_entry.put_back_bytes
+    for one in by_entry:
+        keys += one.keys
+        put_back_bytes += one.put_back_bytes
         if together and (keys > PART_KEYS or put_back_bytes > PART_BYTES):
             yield together
-            together, keys, put_back_bytes = [], of_entry.keys, of_entry.put_back_bytes
-        together.append(of_entry)
+            together, keys, put_back_bytes = [], one.keys, one.put_back_bytes
+        together.append(one)
     if together:
         yield together
 
 
-def _by_sequence(changes: Iterable[SequenceChange], freed: Iterable[SlotFreed]) -> dict[str, _OfSequence]:
-    by_sequence: dict[str, _OfSequence] = {}
+def _by_sequence(
+    changes: Iterable[SequenceChange], freed: Iterable[SlotFreed]
+) -> dict[str, _SequenceChanges]:
+    by_sequence: dict[str, _SequenceChanges] = {}
     for change in changes:
-        by_sequence.setdefault(change.part.sequence_id, _OfSequence([], [])).changes.append(change)
+        by_sequence.setdefault(change.part.sequence_id, _SequenceChanges([], [])).changes.append(change)
     for slot in freed:
-        by_sequence.setdefault(slot.sequence_id, _OfSequence([], [])).freed.append(slot)
+        by_sequence.setdefault(slot.sequence_id, _SequenceChanges([], [])).freed.append(slot)
     return by_sequence
 
 
-def _part_of(together: Sequence[_OfEntry], by_sequence: dict[str, _OfSequence]) -> Part:
+def _part_of(together: Sequence[_EntryRefusals], by_sequence: dict[str, _SequenceChanges]) -> Part:
     """These entries, with what is changed in their sequences up to their requests. That is taken out of
     `by_sequence`."""
-    refusals = [refusal for of_entry in together for refusal in of_entry.refusals]
+    refusals = [refusal for one in together for refusal in one.refusals]
     last_places: dict[str, str] = {}
     for part in map(sequence_of, refusals):
         if part is not None:
@@ -209,25 +213,25 @@ def _part_of(together: Sequence[_OfEntry], by_sequence: dict[str, _OfSequence]) 
     changes: list[SequenceChange] = []
     freed: list[SlotFreed] = []
     for sequence_id, last_place in last_places.items():
-        of_sequence = by_sequence.get(sequence_id)
-        if of_sequence is None:
+        changed = by_sequence.get(sequence_id)
+        if changed is None:
             continue
-        now = [change for change in of_sequence.changes if change.part.place <= last_place]
-        later = [change for change in of_sequence.changes if change.part.place > last_place]
+        now = [change for change in changed.changes if change.part.place <= last_place]
+        later = [change for change in changed.changes if change.part.place > last_place]
         if now:
             changes += now
-            freed += of_sequence.freed
-            by_sequence[sequence_id] = _OfSequence(later, [])
+            freed += changed.freed
+            by_sequence[sequence_id] = _SequenceChanges(later, [])
     return Part(refusals, (), without_earlier_breaks(changes), freed)
 
 
-def _of_changes(by_sequence: Iterable[_OfSequence]) -> Iterator[Part]:
+def _change_parts(by_sequence: Iterable[_SequenceChanges]) -> Iterator[Part]:
     """What is changed in these sequences, without refusals. All of a sequence is in one part."""
     changes: list[SequenceChange] = []
     freed: list[SlotFreed] = []
-    for of_sequence in by_sequence:
-        changes += without_earlier_breaks(of_sequence.changes)
-        freed += of_sequence.freed
+    for changed in by_sequence:
+        changes += without_earlier_breaks(changed.changes)
+        freed += changed.freed
         if len(changes) + len(freed) >= PART_KEYS:
             yield Part((), (), changes, freed)
             changes, freed = [], []

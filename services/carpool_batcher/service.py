@@ -15,25 +15,26 @@ are used: three of the reader, and one for everything else, which is never block
 
 An error that concerns one model ends its session, and it is tried again after a pause. An error of a
 connection ends all sessions.
+
+Why: docs/decisions/0010.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, Final
 
 import structlog
 
-from carpool.backoff import Backoff
 from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.store.batcher import NotActiveError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
-from carpool.store.permissions import reason_of
+from carpool.store.link_errors import reason_of
 from carpool.store.reader import ReadSizes, StreamReader, Subscription
 from carpool.store.upkeep import Upkeep
 from carpool_batcher.batcher import ModelBatcher
@@ -58,23 +59,6 @@ class HashSlot:
 
     key: str
     models: Set[str]
-
-
-class _Model:
-    """A registered model: its batcher, and how it fails."""
-
-    def __init__(self, batcher: ModelBatcher, meter: Meter) -> None:
-        self.batcher = batcher
-        self.meter = meter
-        self.turn: Iterator[None] | None = None  # which goes on later
-        self.failing: str | None = None
-        self.retry_at_s = 0.0
-        self.backoff = Backoff()
-
-    def recover(self) -> None:
-        """It has not failed since its leases were looked at last."""
-        self.failing = None
-        self.backoff.reset()
 
 
 class BatcherService:
@@ -105,11 +89,11 @@ class BatcherService:
         self._upkeep = Upkeep(self._link, prefix, name, self._clock)
         self._read_sizes = ReadSizes()
         self._reader = StreamReader(url, name, key=self._key, sizes=self._read_sizes)
-        self._models: dict[str, _Model] = {}
-        self._subscribed: dict[Subscription, _Model] = {}  # those whose lease this batcher holds
-        self._busy: dict[_Model, None] = {}
-        self._long_turns: dict[_Model, None] = {}  # models that have more to do; each goes on in its turn
-        self._idle: list[_Model] = []  # to be compared in this round
+        self._models: dict[str, ModelBatcher] = {}
+        self._subscribed: dict[Subscription, ModelBatcher] = {}  # those whose lease this batcher holds
+        self._busy: dict[ModelBatcher, None] = {}
+        self._long_turns: dict[ModelBatcher, None] = {}  # those with more to do; each goes on in its turn
+        self._idle: list[ModelBatcher] = []  # to be compared in this round
         self._leases_at_s = 0.0
         self._compare_at_s = 0.0
         self._invalid_names: set[str] = set()
@@ -139,7 +123,7 @@ class BatcherService:
 
     def _keep_up(self) -> None:
         now_s = time.monotonic()
-        due = [model for model in self._busy if model.batcher.needs_snapshot and model.turn is None]
+        due = [model for model in self._busy if model.session.needs_snapshot and model.turn is None]
         if now_s >= self._compare_at_s:
             self._compare_at_s = now_s + COMPARE_INTERVAL_S
             due = list(self._busy)
@@ -158,63 +142,63 @@ class BatcherService:
             self._eviction_at_s = now_s + EVICTION_INTERVAL_S
             self._look_for_eviction()
         models = [model for model in self._models.values() if model.retry_at_s <= now_s]
-        acquired: list[_Model] = []
+        acquired: list[ModelBatcher] = []
         for model, held in zip(models, self._upkeep.hold_leases(_keys_of(models), LEASE_MS), strict=True):
             if isinstance(held, CommandError):
                 self._fail(model, held)
-            elif held and not model.batcher.active:
+            elif held and not model.active:
                 acquired.append(model)
             else:
                 model.recover()
                 if held:
                     model.meter.renewed(late_us)
-                elif model.batcher.active:
-                    model.batcher.log_lost_lease()
+                elif model.active:
+                    model.log_lost_lease()
                     self._end(model)
         if acquired:
             self._begin(acquired)
 
-    def _begin(self, acquired: Sequence[_Model]) -> None:
+    def _begin(self, acquired: Sequence[ModelBatcher]) -> None:
         """This batcher has taken these leases: serve the models."""
         for model, snapshot in zip(acquired, self._upkeep.snapshots(_keys_of(acquired)), strict=True):
             if isinstance(snapshot, CommandError):
                 self._fail(model, snapshot)
-            elif self._attempt(model, model.batcher.begin, snapshot, self._reader):
-                self._subscribed[model.batcher.subscription] = model
+            elif self._attempt(model, model.begin, snapshot, self._reader):
+                self._subscribed[model.session.subscription] = model
                 self._busy[model] = None
 
-    def _next_idle_models(self) -> list[_Model]:
+    def _next_idle_models(self) -> list[ModelBatcher]:
         """A share of the idle models, so that IDLE_ROUNDS calls return all of them."""
         if not self._idle:
             self._idle = [model for model in self._subscribed.values() if model not in self._busy]
         share = -(-len(self._subscribed) // IDLE_ROUNDS)
         models, self._idle = self._idle[:share], self._idle[share:]
-        return [model for model in models if model.batcher.active and model not in self._busy]
+        return [model for model in models if model.active and model not in self._busy]
 
-    def _compare(self, models: Sequence[_Model]) -> None:
+    def _compare(self, models: Sequence[ModelBatcher]) -> None:
         """Compare models with Redis, and publish the reports that are due."""
-        models = [model for model in models if model.batcher.active]
+        models = [model for model in models if model.active]
         for model in models:
-            model.batcher.needs_snapshot = True  # those in a turn are compared after it
+            model.session.needs_snapshot = True  # those in a turn are compared after it
         models = [model for model in models if model.turn is None]
         self._upkeep.set_clock()
         for model, snapshot in zip(models, self._upkeep.snapshots(_keys_of(models)), strict=True):
             if isinstance(snapshot, CommandError):
                 self._fail(model, snapshot)
-            elif self._attempt(model, model.batcher.compare, snapshot):
-                self._set_busy(model, not model.batcher.is_idle())
+            elif self._attempt(model, model.session.compare, snapshot):
+                self._set_busy(model, not model.session.is_idle())
         now_us = self._clock.now_us()
         self._publish_reports(
-            [model for model in models if model.batcher.active and model.batcher.report_at_us <= now_us]
+            [model for model in models if model.active and model.session.report_at_us <= now_us]
         )
 
-    def _publish_reports(self, models: Sequence[_Model]) -> None:
+    def _publish_reports(self, models: Sequence[ModelBatcher]) -> None:
         if not models:
             return
-        reports = [(model.batcher.keys, model.batcher.report()) for model in models]
+        reports = [(model.keys, model.session.report()) for model in models]
         for model, error in zip(models, self._upkeep.publish_reports(reports, REPORT_TTL_MS), strict=True):
             if error is not None:
-                model.batcher.report_refused(error)
+                model.session.report_refused(error)
 
     # --- turns ---------------------------------------------------------------------------------------------
 
@@ -233,12 +217,12 @@ class BatcherService:
             if model is not None:
                 if model not in self._busy:
                     self._set_busy(model, True)
-                    model.batcher.needs_snapshot = True  # after this turn: its last one is old
-                model.batcher.receive(entries)
+                    model.session.needs_snapshot = True  # after this turn: its last one is old
+                model.session.receive(entries)
         long_turn = next(iter(self._long_turns), None)
         now_us = self._clock.now_us()
         due = [
-            model for model in self._busy if model not in self._long_turns and model.batcher.is_due(now_us)
+            model for model in self._busy if model not in self._long_turns and model.session.is_due(now_us)
         ]
         for model in due:
             self._attempt(model, self._give_slice, model)
@@ -247,17 +231,17 @@ class BatcherService:
         if long_turn is not None:
             self._attempt(long_turn, self._give_slice, long_turn)
 
-    def _give_slice(self, model: _Model) -> None:
+    def _give_slice(self, model: ModelBatcher) -> None:
         """Let a model begin its turn, or go on with it, for SLICE_S or a piece."""
         self._long_turns.pop(model, None)
-        turn = model.turn = model.turn or model.batcher.turn()
+        turn = model.turn = model.turn or model.session.turn()
         ends_s = time.monotonic() + SLICE_S
         for _ in turn:
             if time.monotonic() >= ends_s:
                 self._long_turns[model] = None
                 return
         model.turn = None
-        if model.batcher.has_backlog:
+        if model.session.backlog:
             self._long_turns[model] = None
 
     def _wait_s(self) -> float:
@@ -266,18 +250,18 @@ class BatcherService:
             return 0.0
         until_s = min(self._leases_at_s, self._compare_at_s) if self._busy else self._leases_at_s
         wait_s = until_s - time.monotonic()
-        due_us = [wake_us for model in self._busy if (wake_us := model.batcher.wake_at_us) is not None]
+        due_us = [wake_us for model in self._busy if (wake_us := model.session.wake_at_us) is not None]
         return min(wait_s, (min(due_us) - self._clock.now_us()) / 1e6) if due_us else wait_s
 
     def _reads_in_s(self) -> float:
         """For how long no busy model needs a turn for requests that arrive; at most 0 if one does now."""
         if not self._busy or self._long_turns:
             return 0.0
-        reads_at_us = min([model.batcher.reads_at_us for model in self._busy])
+        reads_at_us = min([model.session.reads_at_us for model in self._busy])
         return (reads_at_us - self._clock.now_us()) / 1e6
 
-    def _set_busy(self, model: _Model, busy: bool) -> None:
-        self._reader.set_busy(model.batcher.subscription, busy)
+    def _set_busy(self, model: ModelBatcher, busy: bool) -> None:
+        self._reader.set_busy(model.session.subscription, busy)
         if busy:
             self._busy[model] = None
         else:
@@ -298,7 +282,7 @@ class BatcherService:
         for name in registered - self._models.keys() - self._invalid_names:
             self._add(name)
         ended = [self._models[name] for name in self._models.keys() - registered]
-        self._remove([model for model in ended if not model.batcher.has_requests()])
+        self._remove([model for model in ended if not model.has_requests()])
         self._discovery_error, self._discovered_s = "", time.monotonic()
 
     def _look_for_eviction(self) -> None:
@@ -316,35 +300,33 @@ class BatcherService:
             self._log.error("registered model ignored", reason=str(error))
             return
         meter = Meter(self._metrics, name)
-        self._models[name] = _Model(
-            ModelBatcher(self._link, keys, self._name, self._clock, meter, self._policies), meter
-        )
+        self._models[name] = ModelBatcher(self._link, keys, self._name, self._clock, meter, self._policies)
 
-    def _remove(self, models: Sequence[_Model]) -> None:
+    def _remove(self, models: Sequence[ModelBatcher]) -> None:
         """These models are not registered any more."""
         self._give_back_leases(models)
         for model in models:
             self._end(model)
             model.meter.forget()
-            del self._models[model.batcher.keys.model]
-            self._log.info("model forgotten", model=model.batcher.keys.model)
+            del self._models[model.keys.model]
+            self._log.info("model forgotten", model=model.keys.model)
 
-    def _give_back_leases(self, models: Sequence[_Model]) -> None:
-        held = [model for model in models if model.batcher.active]
+    def _give_back_leases(self, models: Sequence[ModelBatcher]) -> None:
+        held = [model for model in models if model.active]
         if held:
             self._upkeep.hold_leases(_keys_of(held), 0)
 
     # --- errors --------------------------------------------------------------------------------------------
 
-    def _attempt(self, model: _Model, act: Callable[..., object], *args: Any) -> bool:
+    def _attempt(self, model: ModelBatcher, act: Callable[..., object], *args: Any) -> bool:
         """Do something for one model. Whether it succeeded: if not, only this model is affected."""
-        self._current = model.batcher.keys.model
+        self._current = model.keys.model
         try:
             act(*args)
         except LinkError:
             raise
         except NotActiveError:
-            model.batcher.log_lost_lease()
+            model.log_lost_lease()
             self._end(model)
             return False
         except ProcessLeftError:  # rare: it left since the last snapshot. Redis tells what follows from that
@@ -359,27 +341,25 @@ class BatcherService:
             self._current = ""
         return True
 
-    def _fail(self, model: _Model, error: BaseException) -> None:
+    def _fail(self, model: ModelBatcher, error: BaseException) -> None:
         """End the session of a model, and try again after a pause."""
         self._end(model)
-        model.failing = reason_of(error, "batcher")
-        model.retry_at_s = time.monotonic() + model.backoff.next_s()
+        model.fail(reason_of(error, "batcher"))
         self._leases_at_s = min(self._leases_at_s, model.retry_at_s)
         self._metrics.error(error)
         self._log.warning(
             "batcher failed, starting over",
-            model=model.batcher.keys.model,
-            reason=reason_of(error, "batcher"),
+            model=model.keys.model,
+            reason=model.failing,
             kind=type(error).__name__,
         )
 
-    def _end(self, model: _Model) -> None:
-        if model.batcher.active:
-            self._subscribed.pop(model.batcher.subscription, None)
+    def _end(self, model: ModelBatcher) -> None:
+        if model.active:
+            self._subscribed.pop(model.session.subscription, None)
         self._busy.pop(model, None)
         self._long_turns.pop(model, None)
-        model.turn = None
-        model.batcher.end()
+        model.end()
 
     def _start_over(self) -> None:
         """Drop everything that was read, and the connections."""
@@ -451,5 +431,5 @@ class BatcherService:
         self._start_over()
 
 
-def _keys_of(models: Sequence[_Model]) -> list[Keys]:
-    return [model.batcher.keys for model in models]
+def _keys_of(models: Sequence[ModelBatcher]) -> list[Keys]:
+    return [model.keys for model in models]

@@ -1,14 +1,16 @@
-"""The permissions of each role in Redis, and the reason for each. Pure; `carpool acl` writes the ACL file
-from them.
+"""The permissions of each role in Redis, and the reason for each. `carpool acl` writes them to the ACL file.
 
     ROLES --rules()--> "user worker on #8f..  -@all +ping .. ~carpool:{*}:batches .."
 
 Redis checks each command inside a script as if the caller had sent it. So the commands of a script are
-granted one by one to the roles that run it; EVAL alone permits nothing.
+granted one by one to the roles that run it; EVAL alone permits nothing. The head of each file in
+`carpool/store/lua` declares them, in lines `GRANT roles keys commands`.
 
 A grant is a set of commands on a set of keys. For Redis 7, each grant is a selector with exactly these. Redis
 6 has no selectors, only the commands and the keys of a user, so that each command of a role may be used on
 each of its keys, which is more than the grants say.
+
+Why: docs/decisions/0032.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from carpool.keys import DEFAULT_PREFIX, Keys, loading_key, models_key
+from carpool.store.connection import lua_source
 
 
 class Grant(NamedTuple):
@@ -28,26 +31,46 @@ class Grant(NamedTuple):
     keys: str = ""
 
 
+class _Lua(NamedTuple):
+    """What files of `carpool/store/lua` need on these keys, or on all, and no earlier grant has. The `order`
+    of commands is that of ACL files that were written, so that they stay up to date. It has no meaning."""
+
+    files: str
+    keys: str = ""
+    order: str = ""
+
+
+def needs_of_file(role: str, file: str) -> list[tuple[str, str]]:
+    """What the head of a file in `carpool/store/lua` says that a role needs: keys, and commands."""
+    lines = re.findall(r"^-- GRANT (\S+) (\S+) (.+)$", lua_source(file), re.MULTILINE)
+    return [(keys.replace(",", " "), commands) for roles, keys, commands in lines if role in roles.split(",")]
+
+
+def _grants(role: str, *items: Grant | _Lua) -> Sequence[Grant]:
+    """The grants of a role, with those of files in their places."""
+    grants: list[Grant] = []
+    for item in items:
+        if isinstance(item, Grant):
+            grants.append(item)
+            continue
+        needed: dict[str, list[str]] = {}
+        for keys, commands in [need for file in item.files.split() for need in needs_of_file(role, file)]:
+            if not item.keys or keys in item.keys.split():
+                needed.setdefault(keys, item.order.split()).extend(commands.split())
+        for keys, of_keys in needed.items():
+            granted = {
+                name for grant in grants if keys in grant.keys.split() for name in grant.commands.split()
+            }
+            if missing := [name for name in dict.fromkeys(of_keys) if name not in granted]:
+                grants.append(Grant(f"{item.files.replace(' ', ', ')} in lua", " ".join(missing), keys))
+    return grants
+
+
 # AUTH, HELLO, QUIT and RESET need no permission. SELECT is for no role: installations differ by prefix.
 _CONNECT: Final = Grant("have a name in CLIENT LIST, and check that Redis answers", "ping client|setname")
 _CLUSTER: Final = Grant("find the node of a cluster that has a key", "cluster|slots")
 _CLOCK: Final = Grant("read Redis's clock, which decides about expiration", "time")
 _EVICTION: Final = Grant("see whether Redis discards keys when its memory is full", "info")
-_DELIVER: Final = (
-    Grant("deliver.lua: a result to the list that its producer reads", "rpush pexpire", "result"),
-    Grant("deliver.lua: results to a reply stream", "xadd pexpire", "replies"),
-    Grant("order.lua: the ticket of the next result", "lindex lpop", "order"),
-    Grant("order.lua, tickets.lua: withheld results", "hget hdel hsetnx", "tickets"),
-)
-# Only a worker reads a state. To write one, sequence.lua looks at what is known about the sequence.
-_CHANGE_SEQUENCES: Final = (
-    Grant(
-        "sequence.lua: the state of a sequence, or why it is broken",
-        "hmget hset hdel del pexpire",
-        "sequence",
-    ),
-    Grant("sequence.lua: which sequences are kept", "zadd zrem", "sequences"),
-)
 # Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.
 _COUNTS: Final = (
     _CLOCK,
@@ -88,45 +111,34 @@ _READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "resul
 
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "producer": (_CONNECT, _CLUSTER, *_PRODUCE, _READ_LISTS),
-    "batcher": (
-        _CONNECT,
-        _CLUSTER,
-        _CLOCK,
-        _EVICTION,
+    "batcher": _grants(
+        "batcher",
+        _CONNECT, _CLUSTER, _CLOCK, _EVICTION,
         Grant("list the models", "smembers", "models"),
         Grant("read what workers registered, and an operator's overrides", "hgetall", "registration config"),
         Grant("list the model processes that are alive", "zrange", "workers"),
         Grant("read new requests and settled batches", "xread", "requests settled"),
         Grant("find the position to continue reading from, or up to which", "xrevrange", "settled requests"),
         Grant("read what exists when it takes over, or misses an entry", "xlen xrange", "requests batches"),
-        Grant("admit.lua: tickets", "rpush llen", "order"),
+        Grant("enter.lua: put tickets into the order; see whether there are any", "rpush llen", "order"),
         Grant(
-            "the scripts lease, report, admit, dispatch, refuse, answer, release, missing",
+            "run scripts",
             "evalsha eval",
             "batcher report requests batches progress order tickets result replies body sequence sequences "
             "inbox workers",
         ),
         Grant("list the sequences that are kept when it takes over", "zrange", "sequences"),
-        Grant("lease.lua", "get set del", "batcher"),
-        Grant("report.lua", "set del", "report"),
-        Grant("dispatch.lua, refuse.lua: remove entries, put back the rest", "xdel xadd", "requests"),
-        Grant("refuse.lua: delete large bodies", "unlink", "body"),
+        _Lua("lease"), _Lua("report"), _Lua("dispatch refuse put_back", "requests"), _Lua("refuse"),
         Grant("keep large bodies while their requests wait", "pexpire", "body"),
-        Grant("dispatch.lua: add batches", "xadd", "batches"),
-        Grant("inbox.lua: tell a process of a bound model", "xadd pexpire", "inbox"),
+        _Lua("dispatch", "batches"), _Lua("inbox"),
         Grant("list the processes of a bound model that drain", "smembers", "draining"),
-        Grant("dispatch.lua: whether the process of a bound model has left", "zscore", "workers"),
-        Grant("answer.lua: record the requests answered ahead", "hdel hset hsetnx pexpire", "progress"),
+        _Lua("dispatch"), _Lua("answer"),
         Grant("count the chunks of streams in flight", "hget", "progress"),
-        Grant("dispatch.lua: whether a request that was sent again has its result", "lindex", "result"),
-        *_CHANGE_SEQUENCES,
-        *_DELIVER,
+        _Lua("answered"), _Lua("sequence"), _Lua("deliver ordering/order"),
     ),
-    "worker": (
-        _CONNECT,
-        _CLUSTER,
-        _CLOCK,
-        _EVICTION,
+    "worker": _grants(
+        "worker",
+        _CONNECT, _CLUSTER, _CLOCK, _EVICTION,
         Grant("tell that it loads the model", "hset pexpire del", "loading"),
         Grant("tell which models are being loaded", "sadd srem pexpire", "loading_models"),
         Grant("register the model", "sadd", "models"),
@@ -135,53 +147,32 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
-            "the scripts join, leave, renew, reclaim, assign, answer, commit, release, step, hand_over, "
-            "drain, trim_dead",
+            "run scripts",
             "evalsha eval",
             "workers batches settled registration config progress dead dead_dropped order tickets result "
             "replies body sequence sequences draining",
         ),
-        Grant("join, leave, renew.lua: leases", "zadd zrem zscore zcount zremrangebyscore", "workers"),
-        Grant("join.lua, leave.lua: delete consumers", "xinfo|consumers xgroup|delconsumer", "batches"),
-        Grant(
-            "see which worker has a batch; reclaim.lua, renew.lua, assign.lua: claim it",
-            "xpending xclaim",
-            "batches",
-        ),
-        Grant("step.lua: how much of a stream is unread", "llen", "result"),
-        Grant("step.lua: how much of a stream is unread", "xlen", "replies"),
+        _Lua("join renew", "workers"), _Lua("join", "batches"), _Lua("renew"), _Lua("step", "result replies"),
         Grant("load large bodies", "getrange", "body"),
         Grant("load states", "hget", "sequence"),
         Grant("read the batches of a bound model", "xrange", "batches"),
         Grant("read what a process of a bound model is told", "xread", "inbox"),
-        Grant("drain.lua: processes of a bound model that drain", "smembers sadd srem pexpire", "draining"),
-        Grant("commit.lua: remove the batch", "xack xdel", "batches"),
-        Grant("commit.lua: delete large bodies", "unlink", "body"),
-        Grant("commit.lua, join.lua, leave.lua: notify the batcher of capacity", "xadd", "settled"),
-        Grant("commit.lua, step.lua: add dead letters", "xadd", "dead"),
-        Grant("trim_dead.lua: drop those that are too many", "xtrim xlen memory|usage", "dead"),
-        Grant("trim_dead.lua: count those that were dropped", "hincrby", "dead_dropped"),
-        Grant(
-            "trim_dead.lua: how many are too many; what is registered, and overrides",
-            "hget",
-            "registration config",
-        ),
-        Grant(
-            "answer.lua, reclaim.lua, commit.lua, step.lua: requests answered or begun, and chunks",
-            "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
+        _Lua("drain", "draining"), _Lua("commit", "batches body settled dead"), _Lua("trim_dead"),
+        _Lua(
+            "answer reclaim commit step",
             "progress",
+            "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
         ),
-        *_CHANGE_SEQUENCES,
-        *_DELIVER,
+        _Lua("sequence"), _Lua("deliver ordering/order"),
     ),
-    "gateway": (
-        _CONNECT,
-        _CLUSTER,
-        *_PRODUCE,
+    "gateway": _grants(
+        "gateway",
+        _CONNECT, _CLUSTER, *_PRODUCE,
         Grant("read an operator's overrides of settings", "hgetall", "config"),
         Grant("the script keep", "eval", "requests kept body"),
-        Grant("keep.lua: whether a request was added before", "get set exists", "kept"),
-    ),
+        Grant("whether a request was added before", "exists", "kept"),
+        _Lua("keep"),
+    ),  # fmt: skip
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
     "admin": (
         _CONNECT,

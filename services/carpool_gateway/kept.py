@@ -5,6 +5,8 @@ names a request, so that sending it again does not execute it again, whatever di
 in Redis: see `carpool.store.kept`. Neither is withdrawn when a client goes away.
 
 A wait for such a result takes a connection to Redis for a second at a time, of at most LINKS_MAX.
+
+Why: docs/decisions/0092.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@
 - A client that closes the connection, or its half of it, has gone: `Exchange.on_gone` tells the handler.
 - After an answer that ends the connection before all was read, what still comes is read and dropped for a
   moment. Otherwise TCP would reset the connection, and the client might lose the answer.
+
+Why: docs/decisions/0090.
 """
 
 from __future__ import annotations

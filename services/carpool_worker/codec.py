@@ -2,6 +2,12 @@
 
 A request that expired, that cannot be decoded or that is to be dead-lettered gets no frame, but its result
 here, in its Execution. No Redis, no processes, no clock.
+
+If the model raises, its frame is halved until the failing requests are alone, and all requests of the frame
+are late. One producer's failing requests, one in each batch, would so delay those of all others. So requests
+of producers on whose requests the model often raises have frames apart, and delay each other.
+
+Why: docs/decisions/0027, docs/decisions/0028.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from carpool.errors import (
 from carpool.messages.batches import BatchedRun
 from carpool.messages.requests import MSGPACK, RAW
 from carpool.parts import Buffer
+from carpool.producer_ratios import ProducerRatios
 from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_result_body, result_type
 from carpool.wire.content_types import accepted, is_value
@@ -44,11 +51,11 @@ from carpool.wire.tensors import (
 )
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Example, Execution, Frame
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader, Part, Ready
-from carpool_worker.raising_producers import RaisingProducers
+from carpool_worker.model_process.frames import FrameHeader, Layout, OutcomeHeader, Ready
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
 _TEXT: Final = frozenset({str})
+APART_RATIO_MIN: Final = 0.5  # of a producer's recent frames, these raised: halving costs more than a frame
 EXAMPLE_BYTES_MAX: Final = 16 * 1024 * 1024
 ERROR_CHARS_MAX: Final = 200  # of what operators are shown
 _OTHER_KIND: Final = (
@@ -56,17 +63,17 @@ _OTHER_KIND: Final = (
 )
 _NO_STATE: Final = "sequence_id: {}; begin it again with sequence_start"
 
-# Tensor parts and the bytes of each; for several tensors, a list of the bytes of each. The parts are () for a
-# model that declares no tensors.
-_Decoded = tuple[tuple[Part, ...], Any]
-# What shares a frame: positions and their data, by whether their producers are apart, and by tensor parts.
-_Groups = dict[tuple[bool, tuple[Part, ...]], tuple[list[int], list[Any]]]
+# Layouts of tensors, and the bytes of one, or a list of those of each. The layouts are () for a model that
+# declares no tensors.
+_Decoded = tuple[tuple[Layout, ...], Any]
+# What shares a frame: positions and their data, by whether their producers are apart, and by tensor layouts.
+_Groups = dict[tuple[bool, tuple[Layout, ...]], tuple[list[int], list[Any]]]
 
 
 class Body(NamedTuple):
     """A decoded body, as its model process gets it."""
 
-    parts: Sequence[Part]
+    layouts: Sequence[Layout]
     payload: Sequence[Buffer]
 
 
@@ -88,7 +95,7 @@ class Codec:
         self._initial_state = ready.initial_state  # empty: no states of sequences are in Redis
         self._memo = HeadMemo()
         self._result_head = _ResultHead((), 0, {})  # of the last outcome
-        self._raising = RaisingProducers()
+        self._raising = ProducerRatios()  # of recent frames with requests of a producer, those that raised
 
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
@@ -107,16 +114,16 @@ class Codec:
         is_divided = size_max is not None and execution.batch.size > size_max  # dispatched for other workers
         for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
             positions: Sequence[int] = range(start, start + len(run.correlation_ids))
-            if execution.answered:
-                positions = [position for position in positions if position not in execution.answered]
+            if execution.answered_before:
+                positions = [position for position in positions if position not in execution.answered_before]
             is_whole = len(positions) == len(run.correlation_ids)
-            is_apart = raising is not None and raising.is_apart(run)
+            is_apart = raising is not None and raising.of(run.producer) >= APART_RATIO_MIN
             if _expired(run, now_us):
                 for position in positions:
                     execution.expire(position)
             elif is_whole and not is_divided and (stacked := self._stacked_rows(run)) is not None:
-                parts, data = stacked
-                _add(groups, (is_apart, parts), positions, data)
+                layouts, data = stacked
+                _add(groups, (is_apart, layouts), positions, data)
             else:
                 for position in positions:
                     decoded = self._decode_or_fail(execution, run, position, position - start)
@@ -124,8 +131,8 @@ class Codec:
                         _add(groups, (is_apart, decoded[0]), (position,), decoded[1])
         # Those that are apart are executed last.
         execution.frames = [
-            self._frame(execution, parts, positions, data)._replace(is_apart=is_apart)
-            for (is_apart, parts), group in sorted(groups.items(), key=lambda group: group[0][0])
+            self._frame(execution, layouts, positions, data)._replace(is_apart=is_apart)
+            for (is_apart, layouts), group in sorted(groups.items(), key=lambda group: group[0][0])
             for positions, data in (_divided(*group, size_max) if is_divided and size_max else [group])
         ]
 
@@ -246,20 +253,20 @@ class Codec:
                 f"body: must be a map with exactly the tensors {', '.join(spec.name for spec in inputs)}; "
                 f"it is {given}"
             )
-        parts: list[Part] = []
+        layouts: list[Layout] = []
         data: list[bytes] = []
         for spec in inputs:
             read = _strings if spec.datatype == "BYTES" else _numbers
             shape, item = read(value[spec.name], spec)
-            parts.append((spec.name, spec.datatype, shape))
+            layouts.append((spec.name, spec.datatype, shape))
             data.append(item)
-        if len(parts) > 1:
-            return tuple(parts), data
+        if len(layouts) > 1:
+            return tuple(layouts), data
         if content_type == MSGPACK and inputs[0].datatype != "BYTES":
-            self._memo.remember(body, parts[0][1], parts[0][2], len(data[0]))
-        return tuple(parts), data[0]
+            self._memo.remember(body, layouts[0][1], layouts[0][2], len(data[0]))
+        return tuple(layouts), data[0]
 
-    def _raw_tensor(self, content_type: str, body: bytes) -> tuple[tuple[Part, ...], bytes]:
+    def _raw_tensor(self, content_type: str, body: bytes) -> tuple[tuple[Layout, ...], bytes]:
         """An octet-stream body, for a model with one tensor of fixed shape: the tensor's bytes."""
         spec = self.inputs[0]
         expected_bytes = spec.fixed_bytes
@@ -275,7 +282,7 @@ class Codec:
         return ((spec.name, spec.datatype, spec.shape),), body
 
     def _frame(
-        self, execution: Execution, parts: tuple[Part, ...], positions: list[int], values: list[Any]
+        self, execution: Execution, layouts: tuple[Layout, ...], positions: list[int], values: list[Any]
     ) -> Frame:
         fields: list[Any] = []
         if self.wants_requests:
@@ -284,13 +291,11 @@ class Codec:
             fields = [(run.correlation_ids[index], lane, run.extra or {}) for run, index in located]
             if self._takes_sequences:
                 sequences = [run.sequence[:3] for run, _ in located if run.sequence is not None]  # all have
-                fields = [
-                    (*of_one, *of_sequence) for of_one, of_sequence in zip(fields, sequences, strict=True)
-                ]
+                fields = [(*request, *sequence) for request, sequence in zip(fields, sequences, strict=True)]
         deadlines = _deadlines(execution, positions)
         result_bytes_max = execution.batch.max_result_bytes
-        header = FrameHeader(positions[0], len(positions), parts, fields, deadlines, result_bytes_max)
-        payload = _payload(parts, values)
+        header = FrameHeader(positions[0], len(positions), layouts, fields, deadlines, result_bytes_max)
+        payload = _payload(layouts, values)
         if self._initial_state:
             states, initial = execution.states, self._initial_state  # those that start have none yet
             payload += [states.get(position, initial) for position in positions]
@@ -303,16 +308,18 @@ class Codec:
         if isinstance(body, StoredBody) or len(body) > EXAMPLE_BYTES_MAX or (part and not part.starts):
             return None
         try:
-            parts, value = self._decode(run.content_type, bytes(body))
+            layouts, value = self._decode(run.content_type, bytes(body))
         except Exception:  # it was decoded before, as rows
             return None
         request = (run.correlation_ids[index], execution.batch.lane, run.extra or {})
         fields: list[Any] = []
         if self.wants_requests:
             fields = [(*request, EXAMPLE_SEQUENCE, True, True)] if self._takes_sequences else [request]
-        payload = b"".join([*_payload(parts, [value]), self._initial_state])
+        payload = b"".join([*_payload(layouts, [value]), self._initial_state])
         batch = execution.batch
-        return Example(FrameHeader(0, 1, parts, fields), payload, request, batch.cost, batch.max_execution_ms)
+        return Example(
+            FrameHeader(0, 1, layouts, fields), payload, request, batch.cost, batch.max_execution_ms
+        )
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 
@@ -326,15 +333,14 @@ class Codec:
             )  # never: frames and outcomes are in order
         execution.compute_us += outcome.compute_us
         execution.frames_executed += 1
-        execution.executed += outcome.executed
-        execution.is_normal &= outcome.executed > 0 or frame.is_apart
+        execution.executed += outcome.executed_together
+        execution.is_normal &= outcome.executed_together > 0 or frame.is_apart
         if outcome.errors:
             execution.error = [*outcome.errors][-1]
         if outcome.raised or len(self._raising):
-            self._raising.observe(
-                [run for run, _, _ in _by_run(execution, frame.positions)],
-                [execution.locate(frame.positions[index])[0] for index in outcome.raised],
-            )
+            blamed = {execution.locate(frame.positions[index])[0].producer for index in outcome.raised}
+            for producer in {run.producer for run, _, _ in _by_run(execution, frame.positions)}:
+                self._raising.observe(producer, 1.0 if producer in blamed else 0.0)
         failures = outcome.failures
         succeeded = frame.positions
         if failures:
@@ -344,15 +350,15 @@ class Codec:
             succeeded = [position for index, position in enumerate(succeeded) if index not in failures]
         if self._initial_state:
             payload = self._take_states(execution, succeeded, payload)
-        if outcome.parts:
-            self._take_rows(execution, succeeded, outcome.parts, payload)
+        if outcome.layouts:
+            self._take_rows(execution, succeeded, outcome.layouts, payload)
         else:
             values = _unpack(payload)
             if len(values) != len(succeeded):
                 raise RuntimeError(f"{len(values)} results for {len(succeeded)} requests")  # never
-            for run, start, of_run in _by_run(execution, succeeded):
-                of_values = values[of_run.start : of_run.stop]
-                self._take_values(execution, run, start, succeeded[of_run.start : of_run.stop], of_values)
+            for run, start, indexes in _by_run(execution, succeeded):
+                run_values = values[indexes.start : indexes.stop]
+                self._take_values(execution, run, start, succeeded[indexes.start : indexes.stop], run_values)
 
     def _take_states(self, execution: Execution, positions: Sequence[int], payload: Buffer) -> Buffer:
         """Take the new states of these requests from a payload. Returns its other part."""
@@ -363,29 +369,31 @@ class Codec:
         return results
 
     def _take_rows(
-        self, execution: Execution, positions: Sequence[int], parts: Sequence[Part], payload: Buffer
+        self, execution: Execution, positions: Sequence[int], layouts: Sequence[Layout], payload: Buffer
     ) -> None:
         """Stacked results. One tensor in msgpack or octet-stream is a head and a row: no decoding."""
-        if parts != self._result_head.parts:
-            self._result_head = _ResultHead.of(parts)
+        if layouts != self._result_head.layouts:
+            self._result_head = _ResultHead.of(layouts)
         _, row_bytes, heads = self._result_head
         view = memoryview(payload)
         arrays: dict[str, Array] = {}
-        for run, start, of_run in _by_run(execution, positions):
+        for run, start, indexes in _by_run(execution, positions):
             wanted = accepted(run.extra)
             is_value_of_bytes = run.content_type == RAW and not (wanted or self.has_tensors)
             head = None if is_value_of_bytes else heads.get(wanted or run.content_type)
             if head is None:
-                arrays = arrays or frames.unstack(parts, len(positions), payload, to_be_sent)
-                of_values = [_row(arrays, index) for index in of_run]
-                self._take_values(execution, run, start, positions[of_run.start : of_run.stop], of_values)
+                arrays = arrays or frames.unstack(layouts, len(positions), payload, to_be_sent)
+                run_values = [_row(arrays, index) for index in indexes]
+                self._take_values(execution, run, start, positions[indexes.start : indexes.stop], run_values)
                 continue
             if 0 < row_bytes <= execution.batch.max_result_bytes - len(head):
-                rows = Rows(head, view[of_run.start * row_bytes : of_run.stop * row_bytes], row_bytes)
-                execution.succeed(run, start, positions[of_run.start : of_run.stop], rows, wanted)
+                rows = Rows(head, view[indexes.start * row_bytes : indexes.stop * row_bytes], row_bytes)
+                execution.succeed(run, start, positions[indexes.start : indexes.stop], rows, wanted)
                 continue
-            bodies = [b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in of_run]
-            _take_bodies(execution, run, start, positions[of_run.start : of_run.stop], bodies, wanted)
+            bodies = [
+                b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in indexes
+            ]
+            _take_bodies(execution, run, start, positions[indexes.start : indexes.stop], bodies, wanted)
 
     def _take_values(
         self,
@@ -403,27 +411,27 @@ class Codec:
             return
         shown = [_shown_as(content_type, value) for value in values]
         for position, value in zip(positions, shown, strict=True):
-            of_result = result_type(content_type, wanted, value, has_tensors=self.has_tensors)
-            body = encode_or_error(of_result, "", value)
-            _take_bodies(execution, run, start, [position], [body], of_result)
+            chosen_type = result_type(content_type, wanted, value, has_tensors=self.has_tensors)
+            body = encode_or_error(chosen_type, "", value)
+            _take_bodies(execution, run, start, [position], [body], chosen_type)
 
 
 class _ResultHead(NamedTuple):
-    """What all rows of an outcome have in common: `parts`, the bytes of a row of the first of them, and what
-    a body of each content type begins with before its row; none for content types that need encoding.
+    """What all rows of an outcome have in common: `layouts`, the bytes of a row of the first of them, and
+    what a body of each content type begins with before its row; none for content types that need encoding.
     """
 
-    parts: Sequence[Part]
+    layouts: Sequence[Layout]
     row_bytes: int
     by_content_type: Mapping[str, bytes]
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> Self:
-        row_bytes = frames.part_bytes(parts[0], 1)
-        if len(parts) > 1:
-            return cls(parts, row_bytes, {})
-        _, datatype, shape = parts[0]
-        return cls(parts, row_bytes, {MSGPACK: tensor_head(datatype, shape, row_bytes), RAW: b""})
+    def of(cls, layouts: Sequence[Layout]) -> Self:
+        row_bytes = frames.stacked_bytes(layouts[0], 1)
+        if len(layouts) > 1:
+            return cls(layouts, row_bytes, {})
+        _, datatype, shape = layouts[0]
+        return cls(layouts, row_bytes, {MSGPACK: tensor_head(datatype, shape, row_bytes), RAW: b""})
 
 
 def _deadlines(execution: Execution, positions: Sequence[int]) -> Sequence[tuple[int, int | None]]:
@@ -445,7 +453,9 @@ def _expired(run: BatchedRun, now_us: int) -> bool:
     return run.deadline_us is not None and run.deadline_us <= now_us
 
 
-def _add(groups: _Groups, shared: tuple[bool, tuple[Part, ...]], positions: Iterable[int], data: Any) -> None:
+def _add(
+    groups: _Groups, shared: tuple[bool, tuple[Layout, ...]], positions: Iterable[int], data: Any
+) -> None:
     """Add the data of the requests at these positions to the frame of what they share."""
     group = groups.get(shared)
     if group is None:
@@ -573,8 +583,8 @@ def encode_or_error(content_type: str, wanted: str, value: Any) -> bytes | Carpo
     if isinstance(value, Exception):
         return InternalError(f"the model's result cannot be encoded: {value}")
     try:
-        of_result = result_type(content_type, wanted, value) if wanted else content_type
-        return encode_result_body(of_result, _shown_as(of_result, value))
+        chosen_type = result_type(content_type, wanted, value) if wanted else content_type
+        return encode_result_body(chosen_type, _shown_as(chosen_type, value))
     except CarpoolError as error:
         return error
 
@@ -600,11 +610,11 @@ def _pack(value: Any) -> bytes:
         raise InvalidArgumentError(f"body: cannot be encoded for the model: {error}") from None
 
 
-def _payload(parts: Sequence[Part], values: list[Any]) -> list[Any]:
+def _payload(layouts: Sequence[Layout], values: list[Any]) -> list[Any]:
     """The decoded bodies of requests as the payload of a frame, in pieces."""
-    if not parts:
+    if not layouts:
         return _array_of_packed(values)
-    if len(parts) == 1:
+    if len(layouts) == 1:
         return values
     return [item for items in zip(*values, strict=True) for item in items]
 

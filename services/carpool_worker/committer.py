@@ -1,6 +1,8 @@
 """Committing for one replica: the results of an execution, all or nothing.
 
 Results of suspect or very large executions are answered ahead.
+
+Why: docs/decisions/0073.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ from typing import Final
 
 import structlog
 
+from carpool.errors import UnavailableError
 from carpool.messages.results import Result
 from carpool.messages.settled import Executed, Failures
 from carpool.store.connection import CommandError
 from carpool.store.results import Address, Answer, FencedError, Start, addresses_of
 from carpool.store.worker import WorkerStore
 from carpool_worker.batch_log import BatchLog
-from carpool_worker.dead_letters import trim_dead_letters
 from carpool_worker.execution import Execution
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 
 COMMIT_BYTES_MAX: Final = 256 * 1024 * 1024  # a commit is one command, which Redis limits to 1 GB
@@ -27,9 +30,9 @@ class Committer:
     """Each method may be repeated after it raised. FencedError: another worker has the batch."""
 
     def __init__(
-        self, consumer: str, store: WorkerStore, metrics: WorkerMetrics, batch_log: BatchLog
+        self, member: Member, store: WorkerStore, metrics: WorkerMetrics, batch_log: BatchLog
     ) -> None:
-        self.consumer = consumer  # to which the executions belong
+        self._member = member  # to which the executions belong
         self._metrics = metrics
         self._batch_log = batch_log
         self._store = store
@@ -41,15 +44,15 @@ class Committer:
         try:
             if execution.result_bytes > COMMIT_BYTES_MAX:
                 self._answer_large_results(execution)
-            while answered := self._commit(execution):
-                execution.drop(answered)  # a batcher answered them when their deadlines passed
+            while lost := self._commit(execution):
+                execution.drop(lost)  # a batcher answered them when their deadlines passed
         except CommandError as error:
             raise _fenced_if_emptied(execution, error) from error
         output_us = (time.monotonic_ns() - started_ns) // 1000
         counts = execution.counts()
         self._metrics.committed(execution, counts, output_us, self._store.clock.now_us())
         self._batch_log.committed(
-            self.consumer,
+            self._member.name,
             execution.batch,
             counts.statuses,
             execution.compute_us,
@@ -61,7 +64,7 @@ class Committer:
             self.trim_dead_letters()
 
     def trim_dead_letters(self) -> None:
-        """Some were written: drop the oldest ones, if they are too many now."""
+        """Some were written: drop those that are too many now."""
         trim_dead_letters(self._store, self._metrics)
 
     def _commit(self, execution: Execution) -> set[int]:
@@ -74,7 +77,7 @@ class Committer:
                 if position not in execution.answered_ahead:
                     singles[position] = (addresses[position], result)
         return self._store.commit(
-            self.consumer,
+            self._member.name,
             batch,
             singles,
             execution.dead_letters,
@@ -84,7 +87,7 @@ class Committer:
                 execution.waited_us,
                 execution.overhead_us,
                 Failures(execution.failed(), execution.error),
-                execution.of_producers(),
+                execution.executed_by_producer(),
             ),
             execution.run_results,
             execution.changes(),
@@ -124,7 +127,7 @@ class Committer:
             Answer(position, addresses[position], execution.results[position], execution.change(position))
             for position in positions
         ]
-        written = self._store.answer(self.consumer, execution.batch, answers, starting)
+        written = self._store.answer(self._member.name, execution.batch, answers, starting)
         execution.drop(set(positions) - written)  # a batcher answered them when their deadlines passed
         execution.answered_ahead |= written
 
@@ -137,6 +140,19 @@ class Committer:
             batch=execution.batch.id,
             epoch=execution.batch.epoch,
         )
+
+
+def trim_dead_letters(store: WorkerStore, metrics: WorkerMetrics) -> None:
+    """Drop those over the model's settings; count and log them. If that fails, it is done a minute later."""
+    log = structlog.get_logger()
+    try:
+        dropped = store.trim_dead_letters()
+    except (UnavailableError, CommandError) as error:
+        log.warning("dead letters are not trimmed", model=store.keys.model, reason=str(error))
+        return
+    if dropped:
+        metrics.dead_letters_dropped(dropped)
+        log.warning("dead letters dropped", model=store.keys.model, **dropped)
 
 
 def _fenced_if_emptied(execution: Execution, error: CommandError) -> Exception:

@@ -1,4 +1,7 @@
-"""Which device each model process gets, and how many CPUs they may use."""
+"""Which device each model process gets, and how many CPUs they may use.
+
+Why: docs/decisions/0087.
+"""
 
 from __future__ import annotations
 

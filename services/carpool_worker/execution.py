@@ -37,7 +37,7 @@ class Frame(NamedTuple):
     Normally the whole batch. Where declared tensors vary in shape, one frame for each shape; in a suspect
     execution (one of its requests may have killed a process or a worker), one for each request, built when it
     is its turn. `positions` ascend. The payload is in pieces, so that large bodies are not copied.
-    `is_apart`: the model is expected to raise on it (`raising_producers`).
+    `is_apart`: the model is expected to raise on it (`codec`).
     """
 
     positions: Sequence[int]
@@ -71,7 +71,7 @@ class Execution:
     """A batch, its frames that are not executed yet, and the results so far."""
 
     batch: Batch
-    answered: frozenset[int] = frozenset()  # positions that had a result before this worker took the batch
+    answered_before: frozenset[int] = frozenset()  # positions that had a result when this worker took it
     deaths: dict[int, int] = field(default_factory=dict)  # processes that died while executing this position
     starts: dict[int, int] = field(default_factory=dict)  # how often each position was started, as in Redis
     undecoded: deque[int] = field(default_factory=deque)  # of a suspect: positions that have no frame yet
@@ -126,7 +126,7 @@ class Execution:
         this batch was not a normal one."""
         return self.executed if self.is_normal and not self.is_suspect else 0
 
-    def of_producers(self) -> list[ExecutedOf]:
+    def executed_by_producer(self) -> list[ExecutedOf]:
         """The producers of whose requests not all were executed."""
         if not self.unexecuted:
             return []
@@ -143,9 +143,9 @@ class Execution:
     def unanswered(self) -> Sequence[int]:
         """The positions that need a result from this execution."""
         positions = range(self.batch.size)
-        if not self.answered:
+        if not self.answered_before:
             return positions
-        return [position for position in positions if position not in self.answered]
+        return [position for position in positions if position not in self.answered_before]
 
     def locate(self, position: int) -> tuple[BatchedRun, int]:
         """The run of the request at this position, and the request's index in it. O(log runs)."""
@@ -180,8 +180,8 @@ class Execution:
         if not any(run.sequence is not None for run in self.batch.runs):
             return []
         positions = [position for position in self.results if position not in self.answered_ahead]
-        for of_run in self.run_results:
-            positions += of_run.positions
+        for group in self.run_results:
+            positions += group.positions
         changes = [self.change(position) for position in positions]
         return [change for change in changes if change is not None]
 
@@ -251,20 +251,20 @@ class Execution:
         """The bytes of all results and new states together, without the common heads of rows."""
         size_bytes = sum(map(len, self.states.values()))
         size_bytes += sum([len(result.body or b"") for result in self.results.values()])
-        for of_run in self.run_results:
-            bodies = of_run.bodies
+        for group in self.run_results:
+            bodies = group.bodies
             size_bytes += len(bodies.data) if isinstance(bodies, Rows) else sum(map(len, bodies))
         return size_bytes
 
     def separate(self, positions: frozenset[int] | None = None) -> None:
         """Replace results of runs by single ones: those that have any of these positions, or all."""
-        kept: list[RunResults] = []
-        for of_run in self.run_results:
-            if positions is None or not positions.isdisjoint(of_run.positions):
-                self.results.update(zip(of_run.positions, of_run.results(), strict=True))
+        whole: list[RunResults] = []
+        for group in self.run_results:
+            if positions is None or not positions.isdisjoint(group.positions):
+                self.results.update(zip(group.positions, group.results(), strict=True))
             else:
-                kept.append(of_run)
-        self.run_results = kept
+                whole.append(group)
+        self.run_results = whole
 
     @property
     def written_state_bytes(self) -> int:
@@ -284,14 +284,14 @@ class Execution:
     def counts(self) -> ResultCounts:
         """Count the results."""
         statuses: dict[str, int] = {}
-        by_run = [(of_run.run, len(of_run.positions)) for of_run in self.run_results]
+        by_run = [(group.run, len(group.positions)) for group in self.run_results]
         if by_run:
             statuses[OK] = sum([number for _, number in by_run])
         if self.results:
             for result in self.results.values():
                 statuses[result.status] = statuses.get(result.status, 0) + 1
-            of_singles = Counter([bisect_right(self.batch.starts, position) - 1 for position in self.results])
-            by_run += [(self.batch.runs[at], number) for at, number in of_singles.items()]
+            by_number = Counter([bisect_right(self.batch.starts, position) - 1 for position in self.results])
+            by_run += [(self.batch.runs[at], number) for at, number in by_number.items()]
         return ResultCounts(statuses, by_run)
 
     def failed(self) -> dict[str, int]:

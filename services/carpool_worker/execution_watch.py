@@ -1,4 +1,7 @@
-"""How long a model process has been executing the same thing, and what follows. Time is an argument."""
+"""How long a model process has been executing the same thing, and what follows. Time is an argument.
+
+Why: docs/decisions/0064.
+"""
 
 from __future__ import annotations
 

@@ -19,11 +19,12 @@ from typing import Final
 import structlog
 
 from carpool.store.worker import WorkerStore
-from carpool_worker.dead_letters import INTERVAL_S, trim_dead_letters
+from carpool_worker.committer import trim_dead_letters
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.replica_loop import AnyReplica
 
 BEATS_PER_LEASE: Final = 3
+TRIM_INTERVAL_S: Final = 60.0  # dead letters become too old
 
 
 class Heartbeat:
@@ -62,21 +63,21 @@ class Heartbeat:
         self._store.read_clock()
         not_owned: set[str] = set()
         for replica in self._replicas:
-            if not replica.is_member:
+            member, name = replica.member, replica.name
+            if not member.is_joined:
                 continue
-            consumer = replica.consumer
             if self._draining and replica.may_leave:
-                self._store.leave(consumer)
+                self._store.leave(name)
                 continue
             batches = replica.batches()
-            renewal = self._store.renew(consumer, self._lease_ms, batches, revive=replica.can_be_revived)
-            replica.model_processes = renewal.model_processes
+            renewal = self._store.renew(name, self._lease_ms, batches, revive=member.can_be_revived)
+            member.model_processes = renewal.model_processes
             if not renewal.had_lease:
-                replica.on_lease_lost(consumer)
+                member.lost_lease(name)
             if not renewal.is_registered:
                 self._register(self._store)
-            if replica.consumer != consumer:  # it left meanwhile, and has joined again under another name
-                self._store.leave(consumer)
+            if member.name != name:  # it left meanwhile, and has joined again under another name
+                self._store.leave(name)
             not_owned |= renewal.lost
         # A batch that is not owned may have been committed a moment ago. If it is still in hand at the next
         # beat, it is lost.
@@ -90,7 +91,7 @@ class Heartbeat:
             self._follow_others(self._store)
         now_s = time.monotonic()
         if now_s >= self._dead_letters_at_s:  # after the leases, which must not wait for it
-            self._dead_letters_at_s = now_s + INTERVAL_S
+            self._dead_letters_at_s = now_s + TRIM_INTERVAL_S
             trim_dead_letters(self._store, self._metrics)
 
     def _measure(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from carpool.errors import (
@@ -23,8 +23,6 @@ from carpool.prometheus import Counter, Gauge
 from carpool.store.dead_letters import DEAD_LETTER_LIMITS
 from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution, ResultCounts
-from carpool_worker.model_process.step_frames import Step
-from carpool_worker.step_execution import StepExecution
 
 # The reason label by status. Exported from zero: Prometheus's rate() misses the first value of a new series.
 _REASONS: Final = {
@@ -166,11 +164,10 @@ class WorkerMetrics(CommonMetrics):
             counter = self.answered.labels(self._model, label, "model")
         return counter
 
-    def stepped(self, step: Step) -> None:
-        """A stepping model took a step; one that only began requests is not counted."""
-        if step.has_stepped:
-            self._steps.inc()
-            self._step.observe_equal(step.step_us, 1)
+    def stepped(self, step_us: int) -> None:
+        """A stepping model took a step."""
+        self._steps.inc()
+        self._step.observe_equal(step_us, 1)
 
     def step_counts(self) -> StepCounts:
         """What was counted of steps. Takes microseconds."""
@@ -181,18 +178,19 @@ class WorkerMetrics(CommonMetrics):
         self._slots.set_function(in_use)
         self._slots_in_all.set_function(in_all)
 
-    def chunks_written(self, written: Sequence[tuple[StepExecution, StepWrite]], now_us: int) -> None:
-        """What there was of these requests was written, in one script."""
+    def chunks_written(self, written: Iterable[tuple[StepWrite, int | None]], now_us: int) -> None:
+        """What there was of requests was written, in one script. With each write comes when the chunk before
+        it was written (us), if there was one."""
         chunks, first_us, gaps_us = 0, [], []
-        for request, write in written:
+        for write, before_us in written:
             if not write.chunks:
                 continue
             for chunk, _ in write.chunks:
                 chunks += chunk.merged
             if write.first_us is not None:
                 first_us.append(write.first_us)
-            elif request.chunk_us is not None:
-                gaps_us.append(max(0, now_us - request.chunk_us))
+            elif before_us is not None:
+                gaps_us.append(max(0, now_us - before_us))
         if chunks:
             self._chunks.inc(chunks)
             self._first.observe(first_us)

@@ -1,4 +1,7 @@
-"""The worker's handle of a model process: start it, exchange frames and outcomes, restart it."""
+"""The worker's handle of a model process: start it, exchange frames and outcomes, restart it.
+
+Why: docs/decisions/0044.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +205,7 @@ class ProcessHandle:
         self.send_message((*header[:-1], self._sent), *payload)
 
     def send_message(self, header: object, *payload: Buffer) -> None:
-        """Send a message that is not answered by one outcome: those of a stepping model (`step_frames`)."""
+        """Send a message that no outcome answers, as those to a stepping model are (`stepping.frames`)."""
         self.put_message(header, *payload)
         self.flush()
 

@@ -86,7 +86,7 @@ class Registrar:
     def _tell(self, declared: Sequence[Registration], model: str) -> None:
         """Log how the workers' declarations differ, if that has changed; not how many declare which."""
         found = differing(declared)
-        values = {name: set(of_one) for name, of_one in found.items()}
+        values = {name: set(texts) for name, texts in found.items()}
         if values == self._differing:
             return
         self._differing = values

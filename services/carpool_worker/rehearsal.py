@@ -10,22 +10,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from carpool.errors import OK, CarpoolError
+from carpool.errors import CarpoolError
 from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import SequencePart
 from carpool.messages.results import Result
 from carpool.model_settings import ModelKind
-from carpool.wire.bodies import encode_result_body, result_type
-from carpool.wire.content_types import accepted
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
-from carpool_worker.model_process import frames
-from carpool_worker.model_process.description import description_of, kind_of
 from carpool_worker.model_process.frame_execution import execute_frame
+from carpool_worker.model_process.loaded import description_of, kind_of
 from carpool_worker.model_process.model import LoadedModel, SteppingModel
 from carpool_worker.model_process.raised import whole_trace_of
-from carpool_worker.model_process.step_frames import Admit, Advance
-from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.model_process.stepping.frames import Admit
+from carpool_worker.model_process.stepping.stepper import Stepper
+from carpool_worker.stepping.execution import StepExecution
 
 STEPS_MAX: Final = 1000
 UNFINISHED: Final = "UNFINISHED"  # the status of a request that was still being generated after these
@@ -71,30 +69,35 @@ class Rehearsal:
         template = BatchedRun(_ENTRY, [], [], content_type, None, 0, None, extra or None)
         runs = [_run_of(template, number, body, keeps_states) for number, body in enumerate(bodies)]
         batch = Batch(_ENTRY, 1, runs, "full", 0, "", max_result_bytes=self._model.settings.max_result_bytes)
-        execution = Execution(batch)
         if isinstance(self._model, SteppingModel):
-            return self._generate(self._model, execution)
+            return self._generate(self._model, batch)
+        execution = Execution(batch)
         self._codec.prepare(execution, 0)
         datatypes: set[str] = set()
         for frame in execution.frames:
             sent = partial(bytearray().join, frame.payload)
             header, payload = execute_frame(self._model, frame.header, sent(), sent, self._keep)
             self._codec.take_outcome(execution, frame, header, b"".join(payload))
-            datatypes.add(header.parts[0][1] if len(header.parts) == 1 else "")
+            datatypes.add(header.layouts[0][1] if len(header.layouts) == 1 else "")
         execution.separate()
         datatypes = {spec.datatype for spec in self._model.outputs} or datatypes
         datatype = datatypes.pop() if len(datatypes) == 1 else ""
         return Rehearsed(_in_order(execution), execution.compute_us, datatype=datatype)
 
-    def _generate(self, model: SteppingModel, execution: Execution) -> Rehearsed:
-        """Step requests until all have ended."""
+    def _generate(self, model: SteppingModel, batch: Batch) -> Rehearsed:
+        """Step requests until all have ended, each in a batch of its own."""
         stepper, compute_us, steps = Stepper(model, observe=self._keep), 0, 0
-        fields = dict(execution.batch.runs[0].extra or {})
-        for position in execution.unanswered:
-            body = self._codec.body_of(execution, position, 0)
+        requests: list[StepExecution] = []
+        for key, run in enumerate(batch.runs):
+            execution = Execution(replace(batch, runs=[run]))
+            body = self._codec.body_of(execution, 0, 0)
+            request = StepExecution(
+                execution, key, 0.0, batch.max_result_bytes, has_tensors=self._codec.has_tensors
+            )
+            requests.append(request)
             if body is not None:
-                request = (str(position), "", fields)
-                admit = Admit(position, body.parts, request, 1, is_streamed=False)
+                fields = (str(key), "", dict(run.extra or {}))
+                admit = Admit(key, body.layouts, fields, 1, is_streamed=False)
                 stepper.admit(admit, bytearray().join(body.payload))
         while stepper.has_next and steps < STEPS_MAX:
             step = stepper.advance()
@@ -102,13 +105,13 @@ class Rehearsal:
             if step is not None:
                 compute_us += step.step_us + step.begin_us
                 for advance in step.advances:
-                    _take(execution, advance, has_tensors=self._codec.has_tensors)
+                    requests[advance.key].take(advance, step.size, 0)
         stepper.close()
-        for position in execution.unanswered:
-            if position not in execution.results:
+        for request in requests:
+            if request.result is None:
                 detail = f"it is still being generated after {STEPS_MAX:,} steps, which end this attempt"
-                execution.fail(position, UNFINISHED, detail)
-        return Rehearsed(_in_order(execution), compute_us, steps)
+                request.end(UNFINISHED, detail)
+        return Rehearsed([one.result for one in requests if one.result is not None], compute_us, steps)
 
     def _observed(self, validate: Validate | None) -> Validate | None:
         """`validate`, so that what it raises is kept, unless that is how it refuses a body."""
@@ -134,26 +137,6 @@ def _run_of(template: BatchedRun, number: int, body: bytes, keeps_states: bool) 
     if keeps_states:
         part = SequencePart(str(number), True, False, None, SequencePart.place_of(_ENTRY, number))
     return template._replace(correlation_ids=[str(number)], bodies=[body], sequence=part)
-
-
-def _take(execution: Execution, advance: Advance, *, has_tensors: bool) -> None:
-    """What a step did for a request that ended with it."""
-    if advance.failure is not None:
-        execution.fail(advance.key, *advance.failure)
-    elif advance.output is not None:
-        run, _ = execution.locate(advance.key)
-        (value,) = frames.unpack_results(advance.output)
-        try:
-            wanted = accepted(run.extra)
-            content_type = result_type(run.content_type, wanted, value, has_tensors=has_tensors)
-            body = encode_result_body(content_type, value)
-        except CarpoolError as error:
-            execution.fail(advance.key, error.status, error.detail)
-            return
-        if len(body) > execution.batch.max_result_bytes:
-            execution.fail(advance.key, *frames.too_large(execution.batch.max_result_bytes))
-        else:
-            execution.results[advance.key] = Result(str(advance.key), OK, content_type, body)
 
 
 def _in_order(execution: Execution) -> list[Result]:

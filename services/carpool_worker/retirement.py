@@ -11,6 +11,8 @@ counts is that nothing succeeds. That alone may have other causes:
 - The model is broken, as every other process of it will be. So this process must have succeeded before, or
   another one of this worker meanwhile. One that replaces it has not: it is not retired in its turn.
 - The model depends on something that comes and goes. So the pause between two retirements doubles.
+
+Why: docs/decisions/0068.
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ class LastSuccess:
 
 
 class Retirement:
-    """Follows what one model process executes. `of_worker` is shared by the processes of a worker.
+    """Follows what one model process executes. `last_success` is shared by the processes of a worker.
 
     Once `due_example` is set, the process is to execute it, and `example_sent` and `observe_example` to be
     called.
     """
 
     def __init__(self) -> None:
-        self.of_worker = LastSuccess()
+        self.last_success = LastSuccess()
         self.tried: Example | None = None  # what the process was sent as an example, and has not executed yet
         self._has_succeeded = False  # this process, since it was started
         self._is_suspected = False
@@ -92,7 +94,7 @@ class Retirement:
         """Something was executed without an error."""
         self._has_succeeded = True
         self._forget_failures()
-        self.of_worker.at_s = now_s
+        self.last_success.at_s = now_s
 
     def _forget_failures(self) -> None:
         self._batches = 0
@@ -110,7 +112,7 @@ class Retirement:
     def _is_suspect(self, now_s: float) -> bool:
         if self._batches < BATCHES_MIN or now_s - self._since_s < FAILING_S_MIN:
             return False
-        if not (self._has_succeeded or self.of_worker.at_s > self._since_s):
+        if not (self._has_succeeded or self.last_success.at_s > self._since_s):
             return False
         return now_s - self._retired_at_s >= self._pause_s
 
@@ -119,7 +121,7 @@ class Retirement:
     @property
     def due_example(self) -> Example | None:
         """What the process is to execute now, to show whether it works at all; None if there is no reason."""
-        return self.of_worker.example if self._is_suspected and self.tried is None else None
+        return self.last_success.example if self._is_suspected and self.tried is None else None
 
     def example_sent(self, example: Example) -> None:
         """The process has the example."""
@@ -148,7 +150,7 @@ class Retirement:
 
 def _has_succeeded(outcome: OutcomeHeader) -> bool:
     """Whether anything in this frame was executed without an error of the model."""
-    return outcome.executed > 0 or len(outcome.failures) < outcome.size
+    return outcome.executed_together > 0 or len(outcome.failures) < outcome.size
 
 
 def _is_of_model(failures: Mapping[int, Failure]) -> bool:

@@ -2,15 +2,16 @@
 
     worker process, one thread for each loop          | model process: the package model_process
                                                       |
-    Redis -> fetcher.py ---v                          |
-                  replica.py -> process_handle.py <---|---> main.py -> executor.py -> model.py
-    Redis <- committer.py -^                          |     loader.py finds the user's model
+    Redis -> sources.py ---v                          |
+                  replica.py -> process_handle.py <---|---> frame_loop.py -> executor.py
+    Redis <- committer.py -^                          |     main.py loads the user's model
     Redis <- heartbeat.py                             |
                                                   frames.py: what crosses the boundary
     execution.py  a batch in hand, fetch to commit
     codec.py      bodies -> frames, outcomes -> results
 
-A replica is a loop, with a fetcher and a committer of its own; the heartbeat is one loop for all.
+A replica is a loop, with a source and a committer of its own; the heartbeat is one loop for all. Models that
+step, and those that bind sequences, have other replicas: `stepping` and `bound`.
 
 Start: the processes load the model, the model is registered, the heartbeat starts, the replicas take batches.
 Stop (drain): idle replicas leave, what is in hand is committed, the processes unload their model, the
@@ -37,19 +38,19 @@ from carpool.process_names import new_process_name, replica_name
 from carpool.store.bound import BoundStore
 from carpool.store.connection import CommandError, Link
 from carpool.store.eviction import eviction_warning
-from carpool.store.permissions import reason_of
+from carpool.store.link_errors import reason_of
 from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
 from carpool_worker.batch_log import BatchLog
-from carpool_worker.bound_replica import BoundReplica
+from carpool_worker.bound.inbox import Inbox
+from carpool_worker.bound.replica import BoundReplica
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.devices import threads_of
-from carpool_worker.fetcher import Fetcher
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
-from carpool_worker.inbox import Inbox
 from carpool_worker.loading import LoadingNotice
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
@@ -57,8 +58,9 @@ from carpool_worker.registrar import Registrar
 from carpool_worker.replica import Replica
 from carpool_worker.replica_loop import AnyReplica
 from carpool_worker.retirement import LastSuccess
-from carpool_worker.step_log import StepLog
-from carpool_worker.step_replica import FETCH_BLOCK_MS, StepReplica
+from carpool_worker.sources import Fetcher
+from carpool_worker.stepping.log import StepLog
+from carpool_worker.stepping.replica import FETCH_BLOCK_MS, StepReplica
 
 _DEFAULTS: Final = ModelSettings().as_text()
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
@@ -131,7 +133,7 @@ class Worker:
         ]
         last_success = LastSuccess()
         for replica in self._replicas:
-            replica.retirement.of_worker = last_success
+            replica.retirement.last_success = last_success
         for name, setting in ready.misspelt.items():
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
@@ -153,7 +155,7 @@ class Worker:
             return
         self._start_loop(self._heartbeats, "heartbeat", self._heartbeat.run_once)
         for replica in self._replicas:
-            self._start_loop(self._replica_loops, f"replica {replica.consumer}", replica.run_once)
+            self._start_loop(self._replica_loops, f"replica {replica.name}", replica.run_once)
         self._join(self._store)
         self._waiting_for = ""
         self._log.info(
@@ -184,36 +186,50 @@ class Worker:
                 return True
         return False
 
-    def _new_replica(self, consumer: str, process: ProcessHandle, ready: Ready) -> AnyReplica:
-        codec, metrics = Codec(ready), self._metrics
-        if ready.kind is ModelKind.STEPPING:
-            settings = ModelSettings.from_mapping(ready.settings)
-            link = self._new_link("commit")
-            steps = StepStore(link, self._keys, self._clock)
-            store = WorkerStore(link, self._keys, self._clock)
-            committer = Committer(consumer, store, metrics, self._batch_log)
-            fetcher = self._new_fetcher(consumer, FETCH_BLOCK_MS)
-            parts = (process, codec, fetcher, steps, committer, settings, metrics, self._step_log)
-            return StepReplica(consumer, *parts, finishes=self._finish_streams)
+    def _new_replica(self, name: str, process: ProcessHandle, ready: Ready) -> AnyReplica:
+        codec, settings = Codec(ready), ModelSettings.from_mapping(ready.settings)
+        metrics, clock, link = self._metrics, self._clock, self._new_link("commit")
         if ready.kind is ModelKind.BOUND:
-            return self._new_bound_replica(consumer, process, codec, ready)
-        committer = Committer(consumer, self._new_store("commit"), metrics, self._batch_log)
-        return Replica(consumer, process, codec, self._new_fetcher(consumer), committer, self._clock, metrics)
+            return self._new_bound_replica(name, process, codec, link, settings.max_batch_size)
+        member, is_stepping = Member(name), ready.kind is ModelKind.STEPPING
+        committer = Committer(member, WorkerStore(link, self._keys, clock), metrics, self._batch_log)
+        block_ms = FETCH_BLOCK_MS if is_stepping else None
+        source = Fetcher(
+            member, self._new_store("fetch"), self._lease_ms, self._register, metrics, block_ms=block_ms
+        )
+        if not is_stepping:
+            return Replica(member, process, codec, source, committer, clock, metrics)
+        return StepReplica(
+            member,
+            process,
+            codec,
+            source,
+            metrics,
+            store=StepStore(link, self._keys, clock),
+            committer=committer,
+            settings=settings,
+            log=self._step_log,
+            finishes=self._finish_streams,
+        )
 
     def _new_bound_replica(
-        self, consumer: str, process: ProcessHandle, codec: Codec, ready: Ready
+        self, name: str, process: ProcessHandle, codec: Codec, link: Link, slots: int
     ) -> BoundReplica:
-        store = BoundStore(self._new_link("commit"), self._keys, self._clock)
-        committer = Committer(consumer, store, self._metrics, self._batch_log)
+        member = Member(name, is_joined=False, can_be_revived=False)
+        store = BoundStore(link, self._keys, self._clock)
         inbox_store = BoundStore(self._new_link("inbox"), self._keys, self._clock)
-        inbox = Inbox(consumer, inbox_store, self._lease_ms, self._register, self._metrics)
-        slots = ModelSettings.from_mapping(ready.settings).max_batch_size
-        parts = (process, codec, inbox, store, committer, slots)
-        return BoundReplica(consumer, *parts, self._lease_ms, self._register, self._metrics)
-
-    def _new_fetcher(self, consumer: str, block_ms: int | None = None) -> Fetcher:
-        store, register = self._new_store("fetch"), self._register
-        return Fetcher(consumer, store, self._lease_ms, register, self._metrics, block_ms)
+        return BoundReplica(
+            member,
+            process,
+            codec,
+            Inbox(member, inbox_store, self._lease_ms, self._register, self._metrics),
+            Committer(member, store, self._metrics, self._batch_log),
+            self._metrics,
+            store=store,
+            slots=slots,
+            lease_ms=self._lease_ms,
+            register=self._register,
+        )
 
     def _start_loop(self, loops: list[Loop], name: str, run_once: Callable[[], None]) -> None:
         loop = Loop(name, run_once, self._on_error(name))
@@ -245,8 +261,8 @@ class Worker:
 
     def _join(self, store: WorkerStore) -> None:
         for replica in self._replicas:
-            if replica.is_member:
-                store.join(replica.consumer, self._lease_ms)
+            if replica.member.is_joined:
+                store.join(replica.name, self._lease_ms)
 
     def _on_error(self, loop: str) -> Callable[[Exception], None]:
         def report(error: Exception) -> None:
@@ -305,11 +321,11 @@ class Worker:
         ]
         for replica in self._replicas:
             if not replica.process.alive:
-                reasons.append(f"{replica.consumer}: its model process ended")
+                reasons.append(f"{replica.name}: its model process ended")
             elif replica.process.descriptor is None:
-                reasons.append(f"{replica.consumer}: its model process is ending, and is replaced then")
+                reasons.append(f"{replica.name}: its model process is ending, and is replaced then")
             elif not replica.process.ready:
-                reasons.append(f"{replica.consumer}: its model process was replaced and is loading the model")
+                reasons.append(f"{replica.name}: its model process was replaced and is loading the model")
         return reasons
 
     def warnings(self) -> list[str]:
@@ -357,7 +373,7 @@ class Worker:
     def _leave(self, replicas: Sequence[AnyReplica]) -> None:
         for replica in replicas:
             with contextlib.suppress(UnavailableError, CommandError):  # then its lease runs out
-                self._store.leave(replica.consumer)
+                self._store.leave(replica.name)
 
     def _withdraw_declaration(self) -> None:
         if self._registrar is not None:

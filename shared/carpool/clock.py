@@ -1,4 +1,7 @@
-"""Redis's clock, as this process extrapolates it. No host's wall clock decides anything."""
+"""Redis's clock, as this process extrapolates it. No host's wall clock decides anything.
+
+Why: docs/decisions/0003.
+"""
 
 from __future__ import annotations
 

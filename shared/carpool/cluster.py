@@ -6,6 +6,8 @@ With `rediss+cluster` all nodes are connected to with TLS. USER, PASSWORD and OP
 Before each connection a node is asked which one has the slot of the key that the connection is for; a node
 that is down, or does not know, is passed over. So a connection that is opened after a failover, or after the
 slot was moved, leads to the node that has it now. No I/O: the caller asks.
+
+Why: docs/decisions/0076.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 /healthz fails only for what a restart mends (a loop that ended or hangs). /readyz fails while the service
 can do no work, and says why: loading, draining, no Redis. A batcher on standby is ready. If it is ready, what
 a person should mend all the same follows on further lines.
+
+Why: docs/decisions/0031.
 """
 
 from __future__ import annotations

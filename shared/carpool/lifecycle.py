@@ -1,4 +1,7 @@
-"""Starting and stopping processes and threads: no child is orphaned, and no thread ends unnoticed."""
+"""Starting and stopping processes and threads: no child is orphaned, and no thread ends unnoticed.
+
+Why: docs/decisions/0029 and docs/decisions/0036.
+"""
 
 from __future__ import annotations
 

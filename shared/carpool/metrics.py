@@ -2,6 +2,8 @@
 
 Durations and sizes are counted here, in integers and a batch at a time: prometheus-client's `observe` costs
 0.8 µs a request, this costs 0.1. ops/prometheus/README.md documents every metric.
+
+Why: docs/decisions/0030.
 """
 
 from __future__ import annotations

@@ -448,9 +448,19 @@ class ModelSettings:
         values = self.as_text()
         return json.dumps({name: values[name] for name in _OF_STEPS})
 
+    def for_batches(self) -> str:
+        """The same for any other model: those that are not the defaults. Empty if all are."""
+        needed = {name: text for name, text in type(self)().changes_to(self).items() if name in _OF_BATCHES}
+        return json.dumps(needed) if needed else ""
+
     def with_those_for_steps(self, text: str) -> Self:
         """These settings with those of `for_steps` in place of their own."""
         return self.from_mapping({**self.as_text(), **json.loads(text)})
+
+    @classmethod
+    def of_batch(cls, text: str | bytes) -> Self:
+        """The settings in the field `settings` of a batch; of others the defaults. Raises ValueError."""
+        return cls.from_mapping(json.loads(text) if text else {})
 
     @classmethod
     def tightest(cls, declared: Sequence[Self], latest: Self) -> Self:
@@ -529,9 +539,10 @@ _ONLY_OF: Final[Mapping[str, Sequence[ModelKind]]] = {
     "max_candidate_sequences": (ModelKind.STATEFUL,),
     "max_sequence_idle_ms": (ModelKind.STATEFUL, ModelKind.BOUND),
 }
+_OF_BATCHES: Final = ("max_execution_ms", "max_result_bytes")
 _OF_STEPS: Final = (
     *("max_batch_size", "max_batch_cost", "max_prefill_cost", "stream_buffer", "reader_idle_ms"),
-    *("max_execution_ms", "max_result_bytes"),
+    *_OF_BATCHES,
 )
 _IN_ORDER_ANYWAY: Final = (
     "results of a sequence come in its order anyway, and sequences do not wait for each other"

@@ -4,6 +4,8 @@ The code is imported as into a program of its own. It sees no arguments of Carpo
 beside it: those in the folder of the file, or for `module:Name` in the working directory. On `sys.path` that
 folder is behind the standard library and before installed packages. So `import utils` finds the user's, also
 where a package has installed another one, and a `queue.py` or `secrets.py` of the user's breaks no library.
+
+Why: docs/decisions/0086.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ NAME=VALUE, joined by &; `_OPTIONS` has all that there are. User, password, path
 options are percent-encoded.
 
 No error quotes what may be a part of a password: no value, and no text of a part that could not be read.
+
+Why: docs/decisions/0081.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Settings of commands and services: from flags, then `CARPOOL_*` variables, then `.env`, then defaults.
 
 Each setting is declared once, with its help text. An error names the setting, its value, and what is valid.
+
+Why: docs/decisions/0033.
 """
 
 from __future__ import annotations

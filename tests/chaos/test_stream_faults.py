@@ -515,7 +515,7 @@ def test_checker_detects_chunks_merged_without_being_joined(stack: Stack, tmp_pa
     shutil.copytree(
         Path(carpool_worker.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
     )
-    replace(package / "step_execution.py", r"\bconcatenated\(values\)", "values[-1]")
+    replace(package / "stepping" / "execution.py", r"\bconcatenated\(values\)", "values[-1]")
     stream_with(stack, faulty, "r", 20)
     stack.configure("Chain", stream_buffer="4")
     send(stack, "merged", length=100, step_s=0.001)

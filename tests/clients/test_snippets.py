@@ -264,3 +264,17 @@ def test_python_program_in_the_readme_runs(live: Stack, tmp_path: Path) -> None:
     source = tmp_path / "producer.py"
     source.write_text(program, encoding="utf-8")
     assert output([sys.executable, str(source)]) == "49\n5.0 8.0\n"
+
+
+def test_python_program_in_the_document_of_the_client_runs(live: Stack, tmp_path: Path) -> None:
+    code = re.search(
+        r"^    from carpool import Client\n(?:(?:    .*)?\n)+",
+        (ROOT / "docs/clients.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert code is not None
+    source = tmp_path / "producer.py"
+    source.write_text(
+        dedent(code[0]).replace("127.0.0.1:6379", f"127.0.0.1:{live.server.port}"), encoding="utf-8"
+    )
+    assert output([sys.executable, str(source)]) == "49\n64\n"

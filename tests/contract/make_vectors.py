@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import struct
 from fractions import Fraction
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
 import msgpack
 
 VECTORS: Final = Path(__file__).parent / "vectors"
+FROZEN: Final = VECTORS / "frozen.sha256"
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
@@ -1096,6 +1098,8 @@ def batches() -> list[Case]:
                 "dispatched_us": 5000,
                 "lane": "small" if "lane" in others else "",
                 "expected_us": 4200 if "expected_us" in others else 0,
+                "max_execution_ms": 1500 if "settings" in others else None,
+                "max_result_bytes": 5 if "settings" in others else 64 << 20,
                 "requests": [request for run in expected for request in batched(run)],
                 "reply_columns": [run[9] for run in expected],
             },
@@ -1105,6 +1109,11 @@ def batches() -> list[Case]:
         case("all requests of two entries", [first, second, third]),
         case("a batch of a lane", [first, second, third], "lane", "small"),
         case("a batch whose execution time is expected", [first, second, third], "expected_us", "4200"),
+        case(
+            "a batch of a model whose limits are not the defaults",
+            [first, second, third],
+            *("settings", '{"max_execution_ms": "1500", "max_result_bytes": "5", "unknown": "1"}'),
+        ),
         case("a request of a sequence", [of_sequence, second, third]),
         case("an entry that was no longer in Redis is left out", [first], "gone", "2-0"),
         case("several such entries are left out", [], "gone", "2-0 1-0"),
@@ -1429,9 +1438,26 @@ def as_text(lists: dict[str, list[Case]]) -> str:
     return "{" + ",\n".join(named) + "}\n"
 
 
+def digests() -> set[str]:
+    """A line for each case: its file, and its SHA-256."""
+    return {
+        f"{file} {sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()}"
+        for file, lists in files().items()
+        for cases in lists.values()
+        for case in cases
+    }
+
+
+def frozen() -> set[str]:
+    """The digests of all cases that have ever been written."""
+    return set(FROZEN.read_text(encoding="utf-8").splitlines())
+
+
 def main() -> None:
     for name, lists in files().items():
         (VECTORS / name).write_text(as_text(lists), encoding="utf-8")
+    ever = sorted(frozen() | digests())  # only added to: what was written once stays true
+    FROZEN.write_text("".join(f"{line}\n" for line in ever), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -204,6 +204,8 @@ def test_batch_is_decoded_as_in_the_vector(case: Case) -> None:
         becomes["lane"],
     )
     assert batch.expected_us == becomes["expected_us"]
+    assert batch.max_execution_ms == becomes["max_execution_ms"]
+    assert batch.max_result_bytes == becomes["max_result_bytes"]
     assert batch.requests == requests
     assert [run.reply_columns for run in batch.runs] == becomes["reply_columns"]
 
@@ -299,6 +301,17 @@ def test_make_vectors_writes_every_file() -> None:
 def test_file_is_what_make_vectors_writes(file: str) -> None:
     text = make_vectors.as_text(make_vectors.files()[file])
     assert (VECTORS / file).read_bytes() == text.encode()
+
+
+def test_no_case_has_changed() -> None:
+    """Producers in any language rely on each. New cases may be added; what was written once stays true."""
+    changed = sorted(make_vectors.frozen() - make_vectors.digests())
+    assert not changed, "cases of these files have changed, or are gone: existing producers would break"
+
+
+def test_new_cases_are_frozen() -> None:
+    new = sorted(make_vectors.digests() - make_vectors.frozen())
+    assert not new, "run tests/contract/make_vectors.py, which adds the digests of new cases"
 
 
 @pytest.mark.parametrize("file", FILES)

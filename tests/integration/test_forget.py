@@ -149,7 +149,7 @@ def test_batcher_drops_a_forgotten_model(
     redis.zadd(KEYS.sequences, {"kept": redis.time()[0] * 1000})
     served = Served(embedded.url)
     models = served.service._models
-    served.run_until(lambda: MODEL in models and models[MODEL].batcher.active, "it is served")
+    served.run_until(lambda: MODEL in models and models[MODEL].active, "it is served")
     assert served.series()
     store.join("gone", 1)
     assert isinstance(Removal(link, KEYS).remove(), Removed)
@@ -158,5 +158,5 @@ def test_batcher_drops_a_forgotten_model(
     assert not served.service._subscribed and not served.service._busy
     served.run_until(lambda: not names(redis) - {KEYS.report}, "nothing of it is written again")
     register(link, MODEL, kind)
-    served.run_until(lambda: MODEL in models and models[MODEL].batcher.active, "it is served again")
+    served.run_until(lambda: MODEL in models and models[MODEL].active, "it is served again")
     assert served.series()

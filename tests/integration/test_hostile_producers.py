@@ -15,10 +15,10 @@ from carpool.keys import Keys
 from carpool.messages.requests import Run
 from carpool.model_settings import ModelSettings
 from carpool.store.worker import WorkerStore
-from carpool_batcher.batcher import ModelBatcher
+from carpool_batcher.core.rules import EQUAL_SHARES
 from carpool_batcher.core.waiting import withdrawals
-from carpool_batcher.core.waiting.fairness import EQUAL_SHARES
 from carpool_batcher.core.waiting.queue import Queue
+from carpool_batcher.session import Session
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
 from support.wire import flat_of
@@ -142,14 +142,14 @@ def test_one_missing_entry_makes_no_long_script(
     entry_ids = [served.send(body="1" * body_bytes) for _ in range(count)]
     served.wait_until_waiting(count)
     looked_up: list[int] = []
-    compare = ModelBatcher.compare
+    compare = Session.compare
 
-    def counted(batcher: ModelBatcher, snapshot: Any) -> None:
+    def counted(session: Session, snapshot: Any) -> None:
         before = served.calls("xrange")
-        compare(batcher, snapshot)
+        compare(session, snapshot)
         looked_up.append(served.calls("xrange") - before)
 
-    monkeypatch.setattr(ModelBatcher, "compare", counted)
+    monkeypatch.setattr(Session, "compare", counted)
     assert served.link.call("XDEL", served.keys.requests, entry_ids[-1]) == 1
     served.wait_until_waiting(count - 1)
     assert entry_ids[-1] not in served.waiting_ids()

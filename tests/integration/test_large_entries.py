@@ -77,7 +77,7 @@ class ObservedLink(Link):
 
 
 def test_batches_in_flight_are_read_a_few_at_a_time(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batcher_module, "READ_BYTES", 4000)
+    monkeypatch.setattr(batcher_module, "IN_FLIGHT_BYTES", 4000)
     link = ObservedLink(stack.url)
     store = BatcherStore(link, KEYS)
     dispatched = []

@@ -17,7 +17,7 @@ from carpool.store.reader import ENTRIES_MAX
 from carpool.store.worker import WorkerStore
 from carpool_batcher import entries as entries_module
 from carpool_batcher import service as service_module
-from carpool_batcher.batcher import ModelBatcher
+from carpool_batcher.session import Session
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
 from support.hostile import OF_SEQUENCES, PLAIN, Sent
@@ -38,12 +38,12 @@ class CountedLoop(BatcherLoop):
     def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(url)
         self.calls_of_pieces: list[int] = []
-        turn = ModelBatcher.turn
+        turn = Session.turn
 
-        def counted(batcher: ModelBatcher) -> Generator[None]:
-            pieces = turn(batcher)
+        def counted(session: Session) -> Generator[None]:
+            pieces = turn(session)
             while True:
-                with_counts = batcher.keys.model == KEYS.model
+                with_counts = session.subscription.requests.name == KEYS.requests
                 if with_counts:
                     self._begin()
                 try:
@@ -55,7 +55,7 @@ class CountedLoop(BatcherLoop):
                         self.calls_of_pieces.append(self._end())
                 yield
 
-        monkeypatch.setattr(ModelBatcher, "turn", counted)
+        monkeypatch.setattr(Session, "turn", counted)
         self._calls = 0
 
     def _begin(self) -> None:

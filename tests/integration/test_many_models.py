@@ -13,8 +13,8 @@ from carpool.model_settings import ModelSettings
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool.store.worker import WorkerStore
-from carpool_batcher import batcher as batcher_module
 from carpool_batcher import service as service_module
+from carpool_batcher import session as session_module
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
 from support.stack import Stack
@@ -49,7 +49,7 @@ class Bench(BatcherLoop):
 
     def active(self, model: str) -> bool:
         served = self.service._models.get(model)
-        return served is not None and served.batcher.active
+        return served is not None and served.active
 
     def send(self, model: str, number: int = 1) -> None:
         pipeline = self.redis.pipeline(transaction=False)
@@ -72,7 +72,7 @@ class Bench(BatcherLoop):
 
 @pytest.fixture
 def bench(embedded: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(batcher_module, "IDLE_AFTER_US", 100_000)
+    monkeypatch.setattr(session_module, "IDLE_AFTER_US", 100_000)
     started = Bench(embedded.url)
     yield started
     started.close()
@@ -85,7 +85,7 @@ def test_idle_models_are_read_together_and_a_busy_one_alone(bench: Bench) -> Non
     bench.run_until_idle()
     bench.send("m7")
     bench.run_until(lambda: bench.batches("m7"), "the request is dispatched")
-    assert [model.batcher.keys.model for model in bench.service._busy] == ["m7"]
+    assert [model.keys.model for model in bench.service._busy] == ["m7"]
     connections = [client["name"] for client in bench.redis.client_list()]
     assert sum(name.startswith("batcher-under-test") for name in connections) == 3
 
@@ -198,7 +198,7 @@ def test_hanging_loop_names_the_model(bench: Bench, monkeypatch: pytest.MonkeyPa
             found.extend(bench.service.unhealthy())
             yield
 
-        monkeypatch.setattr(model.batcher, "turn", turn)
+        monkeypatch.setattr(model.session, "turn", turn)
         bench.send("m")
         wait_until(lambda: found, description="a turn is taken")
     finally:

@@ -53,7 +53,7 @@ def test_long_batch_that_is_committed_is_settled_by_its_entry(
     missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US)
     missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US + SETTLED_UNREAD_US - 1)
     scheduler.settle(DELETED, LONG_US - 1000, LONG_US)
-    assert scheduler.capacity.latency.of(1) == LONG_US - 1000
+    assert scheduler.learned.latency.of(1) == LONG_US - 1000
 
 
 def test_deleted_batch_is_forgotten_after_a_second(store: BatcherStore, scheduler: Scheduler) -> None:
@@ -62,7 +62,7 @@ def test_deleted_batch_is_forgotten_after_a_second(store: BatcherStore, schedule
     missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US + SETTLED_UNREAD_US)
     assert DELETED not in scheduler.in_flight()
     assert len(scheduler.in_flight()) == 1
-    assert not scheduler.capacity.latency.known
+    assert not scheduler.learned.latency.known
 
 
 def test_batch_that_is_in_redis_again_is_not_missing(store: BatcherStore, scheduler: Scheduler) -> None:

@@ -32,7 +32,7 @@ from carpool_worker import process_handle, replica, retirement
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
-from carpool_worker.fetcher import Fetcher
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import (
     Again,
@@ -45,6 +45,7 @@ from carpool_worker.model_process.frames import (
 )
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.replica import Replica
+from carpool_worker.sources import Fetcher
 from support.stack import RESULT_S
 from support.waiting import Stopwatch, wait_until
 
@@ -554,7 +555,7 @@ class Bench:
         self.codec = Codec(process.start())
         self.fetcher, self.committer = FakeFetcher(), FakeCommitter()
         self.replica = Replica(
-            "worker/0",
+            Member("worker/0"),
             process,
             self.codec,
             cast(Fetcher, self.fetcher),

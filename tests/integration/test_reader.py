@@ -227,7 +227,7 @@ original_cover: Final = _Watch._cover
 FAULTS: Final[dict[str, tuple[Any, str, Any]]] = {
     "a model that became busy is not read where no request is awaited": (_Watch, "covers_all", True),
     "both connections deliver the same entries": (Stream, "unread", forget_the_cursor),
-    "a model is left out before the other connection reads it": (_Watch, "_covers", lambda *_: True),
+    "a model is left out before the other connection reads it": (_Watch, "covers", lambda *_: True),
     "a reply counts for a later subscription": (_Xread, "unread", deliver_to_the_latest),
     "an awaited batch that settles does not end a wait": (_Watch, "_cover", await_nothing_settled),
     "what settled is read only while it is awaited": (_Watch, "_cover", do_not_follow_up),

@@ -11,8 +11,8 @@ from redis import Redis
 from carpool.keys import Keys
 from carpool.model_settings import ModelSettings
 from carpool.store.worker import WorkerStore
-from carpool_batcher import batcher as batcher_module
-from carpool_batcher.batcher import ModelBatcher
+from carpool_batcher import session as session_module
+from carpool_batcher.session import Session
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
 
@@ -64,7 +64,7 @@ def served(server: EmbeddedRedis) -> Iterator[Served]:
 @pytest.fixture
 def left_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """What arrives is not read now and then, but only if there is a reason."""
-    monkeypatch.setattr(batcher_module, "READ_INTERVAL_US_MAX", NEVER_US)
+    monkeypatch.setattr(session_module, "READ_INTERVAL_US_MAX", NEVER_US)
 
 
 @pytest.mark.usefixtures("left_unread")
@@ -100,14 +100,14 @@ def test_requests_are_read_now_and_then_although_timers_are_due_all_the_time(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given turns without anything that arrived, of which each is much sooner than the next read."""
-    turn = ModelBatcher.turn
+    turn = Session.turn
 
-    def turn_again_soon(batcher: ModelBatcher) -> Generator[None]:
-        yield from turn(batcher)
-        batcher.wake_at_us = batcher._clock.now_us() + 200
+    def turn_again_soon(session: Session) -> Generator[None]:
+        yield from turn(session)
+        session.wake_at_us = session._clock.now_us() + 200
 
-    monkeypatch.setattr(batcher_module, "READ_INTERVAL_US_MAX", 100_000)
-    monkeypatch.setattr(ModelBatcher, "turn", turn_again_soon)
+    monkeypatch.setattr(session_module, "READ_INTERVAL_US_MAX", 100_000)
+    monkeypatch.setattr(Session, "turn", turn_again_soon)
     served.send()
     served.run_until_waiting(2)
     for _ in range(ARRIVED):
@@ -119,15 +119,15 @@ def test_entries_that_do_not_fit_into_one_reply_are_read_at_once(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a long queue, expect that the batcher does not pause while it reads that."""
-    turn = ModelBatcher.turn
+    turn = Session.turn
     reads_at_us: list[int] = []  # after each turn of which it is known that there is more
 
-    def noted_turn(batcher: ModelBatcher) -> Generator[None]:
-        yield from turn(batcher)
-        if batcher.subscription.has_more:
-            reads_at_us.append(batcher.reads_at_us)
+    def noted_turn(session: Session) -> Generator[None]:
+        yield from turn(session)
+        if session.subscription.has_more:
+            reads_at_us.append(session.reads_at_us)
 
-    monkeypatch.setattr(ModelBatcher, "turn", noted_turn)
+    monkeypatch.setattr(Session, "turn", noted_turn)
     waiting = 1000
     for _ in range(waiting):
         served.send()

@@ -11,7 +11,7 @@ import pytest
 
 from carpool.keys import Keys
 from carpool_worker.model_process.frames import pack_values, too_large
-from carpool_worker.model_process.generation import CHUNK_OVERHEAD_BYTES
+from carpool_worker.model_process.stepping.generation import CHUNK_OVERHEAD_BYTES
 from conftest import SERVERS
 from support.stack import Stack, envelope
 from support.waiting import wait_until

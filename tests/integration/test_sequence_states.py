@@ -31,10 +31,11 @@ from carpool_worker.batch_log import BatchLog
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import EXPIRED, Execution
-from carpool_worker.fetcher import Fetcher
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica import Replica
+from carpool_worker.sources import Fetcher
 
 LEASE_MS: Final = 60_000  # longer than a test
 KEYS: Final = Keys("m")
@@ -470,11 +471,12 @@ class Service:
             store.read_clock()
         self.process = ProcessHandle(f"{folder / 'sums.py'}:Sums", "cpu")
         self.metrics = WorkerMetrics("m")
-        self.fetcher = Fetcher(consumer, self.stores[0], LEASE_MS, lambda store: None, self.metrics)
-        self.committer = Committer(consumer, self.stores[1], self.metrics, BatchLog("m", consumer))
+        member = Member(consumer)
+        self.fetcher = Fetcher(member, self.stores[0], LEASE_MS, lambda store: None, self.metrics)
+        self.committer = Committer(member, self.stores[1], self.metrics, BatchLog("m", consumer))
         codec = Codec(self.process.start())
         self.replica = Replica(
-            consumer, self.process, codec, self.fetcher, self.committer, self.stores[0].clock, self.metrics
+            member, self.process, codec, self.fetcher, self.committer, self.stores[0].clock, self.metrics
         )
 
     def serve(self) -> None:

@@ -306,7 +306,7 @@ def test_an_idle_sequence_is_deleted(server: EmbeddedRedis) -> None:
 def test_only_the_active_batcher_may_dispatch_and_refuse(served: Served) -> None:
     """Planted in the script: without the check, a paused batcher would send a request beside another."""
     store = BatcherStore(served.link, served.keys)
-    store.name, store.has_sequences = "paused", True
+    store.name, store.kind = "paused", ModelKind.STATEFUL
     served.send("a0", sequence_start=1)
     ((entry_id, flat),) = served.link.call("XRANGE", served.keys.requests, "-", "+")
     entry, _ = decode_entry(entry_id, flat, ModelSettings())

@@ -22,7 +22,8 @@ from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_worker.committer import Committer
 from carpool_worker.execution import DEATHS_MAX, Execution
-from carpool_worker.fetcher import Reclaimer
+from carpool_worker.member import Member
+from carpool_worker.sources import Reclaimer
 from support.flaky_link import FlakyLink
 from support.wire import flat_of
 
@@ -35,8 +36,9 @@ class Worker:
     def __init__(self, url: str, name: str) -> None:
         self.link = FlakyLink(url, name=name)
         store = WorkerStore(self.link, KEYS)
-        self.committer = Committer(name, store, Mock(), Mock())
-        self._reclaimer = Reclaimer(name, store, 0, Mock(), 0)
+        member = Member(name)
+        self.committer = Committer(member, store, Mock(), Mock())
+        self._reclaimer = Reclaimer(member, store, 0, Mock(), 0)
 
     def reclaim(self) -> Execution:
         execution = self._reclaimer.reclaim_if_due()

@@ -32,7 +32,7 @@ from carpool.keys import Keys
 from carpool.messages.batches import Batch, Dispatch
 from carpool.messages.requests import Run
 from carpool.messages.results import Result
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.parts import Buffer
 from carpool.store import steps
 from carpool.store.batcher import BatcherStore
@@ -42,16 +42,18 @@ from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
-from carpool_worker import step_replica, step_writer
 from carpool_worker.committer import Committer
-from carpool_worker.fetcher import Fetcher
+from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import ProcessGoneError, Raised
 from carpool_worker.model_process.model import SteppingModel, load_model
-from carpool_worker.model_process.step_frames import Admit, Configure, Drop, Step, read_worker_message
-from carpool_worker.model_process.stepper import Stepper
-from carpool_worker.step_log import StepLog
-from carpool_worker.step_replica import StepReplica
+from carpool_worker.model_process.stepping.frames import Admit, Configure, Drop, Step, read_worker_message
+from carpool_worker.model_process.stepping.stepper import Stepper
+from carpool_worker.sources import Fetcher
+from carpool_worker.stepping import replica as step_replica
+from carpool_worker.stepping import writer as step_writer
+from carpool_worker.stepping.log import StepLog
+from carpool_worker.stepping.replica import StepReplica
 from support.executions import codec_of, execution_of, run_of_sequence
 from support.flaky_link import FlakyLink
 from support.models.stepping import Chain
@@ -161,16 +163,17 @@ class Worker:
         model = load_model(Chain, "cpu")
         assert isinstance(model, SteppingModel)
         self.process = ProcessInside(model)
+        member = Member(name)
         self.replica = StepReplica(
-            name,
+            member,
             self.process,  # type: ignore[arg-type]
             codec_of(),
-            Fetcher(name, fetch, LEASE_MS, lambda _: None, self.metrics, block_ms=1),
-            StepStore(self.links[1], KEYS, clock),
-            Committer(name, commit, self.metrics, None),  # type: ignore[arg-type]
-            SETTINGS,
+            Fetcher(member, fetch, LEASE_MS, lambda _: None, self.metrics, block_ms=1),
             self.metrics,
-            StepLog("m", name, self.metrics, lambda: 0),
+            store=StepStore(self.links[1], KEYS, clock),
+            committer=Committer(member, commit, self.metrics, None),  # type: ignore[arg-type]
+            settings=SETTINGS,
+            log=StepLog("m", name, self.metrics, lambda: 0),
         )
 
     def run(self, turns: int) -> None:
@@ -202,6 +205,7 @@ class Replicas(RuleBasedStateMachine):
         self.redis.flushall()
         self.link = Link(self.url, name="batcher")
         self.batcher = BatcherStore(self.link, KEYS)
+        self.batcher.kind = ModelKind.STEPPING
         WorkerStore(self.link, KEYS).register({"max_batch_size": 3})
         self.names = 0
         self.workers = [self.new_worker(), self.new_worker()]
@@ -392,7 +396,7 @@ def test_settings_are_those_of_the_batch_that_was_dispatched_last() -> None:
     followed: list[int] = []
     for batch_id, slots in (("9-1", 5), ("8-7", 2), ("9-0", 3), ("9-2", None), ("10-0", 4)):
         text = "" if slots is None else replace(SETTINGS, max_batch_size=slots).for_steps()
-        worker.replica._follow_settings(Batch(batch_id, 1, [], "full", 0, "", settings=text))
+        worker.replica._in_hand._follow_settings(Batch(batch_id, 1, [], "full", 0, "", settings=text))
         followed.append(worker.replica.slots)
     worker.close()
     assert followed == [5, 5, 5, 5, 4]

@@ -17,7 +17,7 @@ from carpool.keys import Keys
 from carpool.messages.batches import Batch, Dispatch
 from carpool.messages.requests import JSON, Run
 from carpool.messages.results import Chunk, DeadLetter, Result
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import CommandError, Link
 from carpool.store.results import Address, Answer, FencedError
@@ -53,6 +53,7 @@ class Model:
         self.redis.flushall()
         self.link = Link(url, name="test")
         self.batcher = BatcherStore(self.link, KEYS)
+        self.batcher.kind = ModelKind.STEPPING
         self.worker = WorkerStore(self.link, KEYS)
         self.steps = StepStore(self.link, KEYS, RedisClock())
         self.worker.register({"max_batch_size": 8})

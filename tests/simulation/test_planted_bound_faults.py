@@ -25,8 +25,8 @@ def free_a_slot_twice(patch: Patch) -> None:
     def leave(self: Processes, sequence: Sequence) -> SlotFreed | None:
         process = sequence.process
         freed = original(self, sequence)
-        if freed is not None and self._taken[process]:
-            self._taken[process] -= 1
+        if freed is not None and self._slots_taken[process]:
+            self._slots_taken[process] -= 1
         return freed
 
     original = Processes.leave

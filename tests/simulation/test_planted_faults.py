@@ -10,15 +10,15 @@ import pytest
 
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
-from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies
 from carpool.tickets import Tickets
-from carpool_batcher.core import capacity, scheduler
+from carpool_batcher.core import scheduler
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.waiting import lane
 from carpool_batcher.core.waiting.batch_space import BatchSpace
 from carpool_batcher.core.waiting.fairness import FairQueue, Turns
-from carpool_batcher.core.waiting.lane import Lane
 from carpool_batcher.core.waiting.lane_index import Claim, Gate, LaneIndex
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.core.waiting.withdrawals import ArrivedLater
@@ -135,7 +135,7 @@ def expire_only_single_requests(patch: Patch) -> None:
 
 @FAULTS.found(examples=99)
 def count_positions_by_run(patch: Patch) -> None:
-    def in_flight(*arguments: Any) -> capacity.InFlightBatch:
+    def in_flight(*arguments: Any) -> InFlightBatch:
         batch = original(*arguments)
         return batch._replace(expiring=dict(enumerate(batch.expiring.values())))
 
@@ -164,9 +164,9 @@ def overlook_that_a_lane_changed(patch: Patch) -> None:
     patch.setattr(LaneIndex, "put", put)
 
 
-@FAULTS.found(examples=102)
+@FAULTS.found(examples=112)
 def keep_an_expired_run_in_its_place(patch: Patch) -> None:
-    patch.setattr(Lane, "move_expired", lambda lane, run: lane.expired.add(run) or lane.urgent.discard(run))
+    patch.setattr(lane, "_rank", lambda run: 1 + run.priority)
 
 
 @FAULTS.found(examples=82)
@@ -226,8 +226,8 @@ def let_full_batches_overtake_for_ever(patch: Patch) -> None:
 
 @FAULTS.found(examples=79)
 def look_for_requests_too_late(patch: Patch) -> None:
-    def earliest_dispatch_us(dispatcher: Dispatcher, settings: ModelSettings, now_us: int) -> int:
-        return original(dispatcher, settings, now_us) + 1000
+    def earliest_dispatch_us(dispatcher: Dispatcher, now_us: int) -> int:
+        return original(dispatcher, now_us) + 1000
 
     original = Dispatcher.earliest_dispatch_us
     patch.setattr(Dispatcher, "earliest_dispatch_us", earliest_dispatch_us)

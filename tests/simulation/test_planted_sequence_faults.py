@@ -28,16 +28,16 @@ def before_several_breaks() -> None:
 def send_two_of_a_sequence(patch: Patch) -> None:
     """A dispatched head does not count as in flight."""
 
-    def take(self: Sequences, run: Run) -> None:
+    def dispatch(self: Sequences, run: Run) -> None:
         original(self, run)
-        sequence = self._with_taken(run)
+        sequence = self._with_in_flight(run)
         assert sequence is not None
-        sequence.taken = None
-        sequence.kept = True
+        sequence.in_flight = None
+        sequence.has_state = True
         self._changed[sequence] = None
 
-    original = Sequences.take
-    patch.setattr(Sequences, "take", take)
+    original = Sequences.dispatch
+    patch.setattr(Sequences, "dispatch", dispatch)
 
 
 @FAULTS.found(examples=29)
@@ -116,7 +116,7 @@ def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
     def advance(self: Sequences, sequence: Sequence, now_us: int) -> None:
         original(self, sequence, now_us)
         if sequence.sequence_id in self._by_id:
-            self._idle.add(sequence, now_us, waits=False, is_kept=sequence.kept)
+            self._idle.add(sequence, now_us, waits=False, has_state=sequence.has_state)
 
     original = Sequences._advance
     patch.setattr(Sequences, "_advance", advance)
@@ -131,7 +131,7 @@ def never_end_a_sequence(patch: Patch) -> None:
 def begin_without_space(patch: Patch) -> None:
     def recount(self: Sequences, sequence: Sequence) -> None:
         original(self, sequence)
-        self._kept -= sequence.occupies_space
+        self._begun -= sequence.occupies_space
         sequence.occupies_space = False
 
     original = Sequences._recount

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import pytest
 
-from carpool_worker.model_process import slots
-from carpool_worker.model_process.generation import Generation
-from carpool_worker.model_process.slots import Round, Slots
-from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.model_process.stepping import slots
+from carpool_worker.model_process.stepping.generation import Generation
+from carpool_worker.model_process.stepping.slots import Round, Slots
+from carpool_worker.model_process.stepping.stepper import Stepper
 from simulation.test_stepper_machine import StepperMachine
 from support.planting import Fault, Faults, Patch, of_machine
 
@@ -112,11 +112,13 @@ def begin_others_before_the_step_that_is_owed(patch: Patch) -> None:
 
 @FAULTS.found(examples=25)
 def send_what_begin_emitted_after_the_step(patch: Patch) -> None:
-    def taken(stepper: Stepper, generations: Sequence[Generation], *, has_stepped: bool = False) -> Any:
+    def pop_advances(
+        stepper: Stepper, generations: Sequence[Generation], *, has_stepped: bool = False
+    ) -> Any:
         return original(stepper, generations, has_stepped=True) if has_stepped else ([], "")
 
-    original = Stepper._taken
-    patch.setattr(Stepper, "_taken", taken)
+    original = Stepper._pop_advances
+    patch.setattr(Stepper, "_pop_advances", pop_advances)
 
 
 @FAULTS.found(examples=72)
@@ -215,7 +217,7 @@ def fail_all_where_the_model_raised(patch: Patch) -> None:
 def forget_what_was_emitted_before_the_model_raised(patch: Patch) -> None:
     def restart(generation: Generation, *, continues: bool) -> None:
         original(generation, continues=continues)
-        generation._chunks_count, generation._chunks_bytes = generation._taken_count, generation._taken_bytes
+        generation._chunks_count, generation._chunks_bytes = generation._sent_count, generation._sent_bytes
 
     original = Generation.restart
     patch.setattr(Generation, "restart", restart)
@@ -225,8 +227,8 @@ def forget_what_was_emitted_before_the_model_raised(patch: Patch) -> None:
 def begin_at_the_start_what_was_sent(patch: Patch) -> None:
     def restart(generation: Generation, *, continues: bool) -> None:
         generation.state = None
-        generation.emitted = generation._chunks_count = generation._taken_count = 0
-        generation._chunks_bytes = generation._taken_bytes = 0
+        generation.emitted = generation._chunks_count = generation._sent_count = 0
+        generation._chunks_bytes = generation._sent_bytes = 0
         generation._packed.clear()
 
     patch.setattr(Generation, "restart", restart)
@@ -245,12 +247,12 @@ def keep_what_is_generated_again(patch: Patch) -> None:
 
 @FAULTS.found(examples=27)
 def lose_what_is_emitted_before_the_end(patch: Patch) -> None:
-    def take(generation: Generation) -> Any:
+    def pop_advance(generation: Generation) -> Any:
         advance = original(generation)
         return advance and (advance._replace(chunk=b"") if advance.has_ended else advance)
 
-    original = Generation.take
-    patch.setattr(Generation, "take", take)
+    original = Generation.pop_advance
+    patch.setattr(Generation, "pop_advance", pop_advance)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

@@ -25,11 +25,11 @@ from carpool.messages.results import Refusal
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows, StoredBody
-from carpool_batcher.core.custom import CustomPolicy
-from carpool_batcher.core.dispatching import PLANNED_BATCHES_MAX
+from carpool_batcher.core import rules
 from carpool_batcher.core.learned.transit import magnitude
+from carpool_batcher.core.policies.custom import CustomPolicy
+from carpool_batcher.core.policies.deferred import PLANNED_BATCHES_MAX
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
-from carpool_batcher.core.waiting import queue
 from carpool_batcher.core.waiting.lane import NEVER_US
 from carpool_batcher.core.waiting.lane_index import Claim, Gate
 from carpool_batcher.core.waiting.withdrawals import PAUSE_US
@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit = mock.patch.object(queue, "MAX_BATCH_BYTES", MAX_BATCH_BYTES)
+        self.limit = mock.patch.object(rules, "MAX_BATCH_BYTES", MAX_BATCH_BYTES)
         self.limit.start()
         self.now_us = START_US
         self.items: dict[tuple[Entry, str], Item] = {}
@@ -256,17 +256,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.answered.update(self.in_flight.pop(batch_id))
         self.turnaround_us_max = max(self.turnaround_us_max, self.now_us - START_US + 1000)
         self.polled, self.closed_until_us = False, 0
-        curve = self.scheduler.capacity.latency.curve
+        curve = self.scheduler.learned.latency.curve
         self.scheduler.settle(batch_id, compute_us, self.now_us, executed)
         self.scheduler.settle(batch_id, compute_us, self.now_us, executed)  # twice has no further effect
         if not compute_us or executed == 0:
-            assert self.scheduler.capacity.latency.curve is curve, "only what was executed teaches"
+            assert self.scheduler.learned.latency.curve is curve, "only what was executed teaches"
 
     @rule(tenant=st.sampled_from(TENANTS), executed=st.sampled_from((0, 0, 1)))
     def producer_is_observed(self, tenant: str, executed: int) -> None:
         """In some batches none of a tenant's requests was executed, or all were."""
         for _ in range(10):
-            self.scheduler._producers.observe([], [ExecutedOf((tenant, ""), 1, executed)])
+            self.scheduler.learned.producers.observe([], [ExecutedOf((tenant, ""), 1, executed)])
 
     @rule(choice=numbers)
     @precondition(lambda self: self.in_flight)
@@ -410,7 +410,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             totals = len(in_lane), sum(r.cost for r in in_lane), sum(r.bytes for r in in_lane)
             assert (lane.count, lane.cost, lane.bytes) == totals
             assert lane.executable == len(self._planned(name))
-        delayed = self._items_of(run for lane in self.scheduler._queue.lanes.values() for run in lane.expired)
+        delayed = self._items_of(
+            run for lane in self.scheduler._queue.lanes.values() for run in lane if run.is_late
+        )
         assert self.delayed == set(delayed)
         oldest_us = min((self._oldest_us(lane) for lane in LANES if self._in_lane(lane)), default=None)
         assert self.scheduler.oldest_arrival_us() == oldest_us
@@ -442,7 +444,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @property
     def ahead(self) -> set[str]:
         """The reasons of batches that need not be dispatched yet, but may be."""
-        return set() if self.scheduler.settings.policy == "deferred" else {"full"}
+        return set() if self._policy == "deferred" else {"full"}
 
     @invariant()
     def wake_up_is_never_too_late(self) -> None:
@@ -465,7 +467,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert free_at_us == self.now_us
         else:
             capacity = self.scheduler.capacity
-            free_us = {settles_us - capacity.lead_us for settles_us, _ in capacity._executing}
+            free_us = {settles_us - self.scheduler.learned.lead_us for settles_us, _ in capacity._executing}
             assert free_at_us is None or free_at_us in free_us
         if free_at_us is not None:
             times_us += [max(free_at_us, self._ready_at_us(lane)) for lane in LANES if self._in_lane(lane)]
@@ -675,15 +677,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _earliest_due_us(self, lane: str) -> int:
         return min((self._due_us(r) for r in self._in_lane(lane) if r not in self.delayed), default=NEVER_US)
 
+    @property
+    def _policy(self) -> str:
+        """A custom policy decides only which requests are in a batch."""
+        return "eager" if self.custom else self.scheduler.settings.policy
+
     def _is_deferred(self, lane: str) -> bool:
-        deferred = self.scheduler.settings.policy == "deferred" and self.scheduler.capacity.latency.known
+        deferred = self._policy == "deferred" and self.scheduler.learned.latency.known
         return deferred and self._earliest_due_us(lane) < NEVER_US
 
     def _takes_us(self, lane: str, size: int, transit_us: Sequence[int] | None = None) -> int:
         """How long a batch takes at most until its results arrive."""
-        capacity = self.scheduler.capacity
-        transit_us = capacity.transit.by_size.at_most_us if transit_us is None else transit_us
-        return transit_us[magnitude(size)] + capacity.times_of(lane).at_most(size)
+        learned = self.scheduler.learned
+        transit_us = learned.transit_by_size.at_most_us if transit_us is None else transit_us
+        return transit_us[magnitude(size)] + learned.times_of(lane).at_most(size)
 
     def _starts_us(self, taken: int) -> int:
         """A batch that is dispatched now settles as if it were dispatched at this time."""
@@ -693,7 +700,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return (
             self.now_us
             if free_us is None
-            else max(self.now_us, free_us - self.scheduler.capacity.round_trip_us)
+            else max(self.now_us, free_us - self.scheduler.learned.round_trip_us)
         )
 
     def _free_us(self, taken: int) -> int | None:
@@ -724,9 +731,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_early(self, refusals: list[Refusal], taken: int) -> None:
         """A refused request cannot be in time, or not all of its lane can, as one batch dispatched now."""
-        settings, starts_us = self.scheduler.settings, self._starts_us(taken)
+        starts_us = self._starts_us(taken)
         refused = self._items_of_refusals(refusals)
-        assert settings.policy == "deferred" or not refused
+        assert self._policy == "deferred" or not refused
         assert {refusal.reason for refusal in refusals} <= {"early"}
         assert all(self._strict_deadline_us(r) < NEVER_US and not r.is_doubtful for r in refused)
         possible = [r for r in refused if self._is_possible(r, starts_us)]
@@ -879,10 +886,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _is_in_time(self, batch: list[Item], taken: int) -> bool:
         """Whether all of a batch are in time with a long transit; or as usual, if not all that wait can be in
         time as one batch with a long transit."""
-        capacity, lane, starts_us = self.scheduler.capacity, batch[0].lane, self._starts_us(taken)
+        lane, starts_us = batch[0].lane, self._starts_us(taken)
         planned = [r for r in batch if not r.is_doubtful]
         possible = [r for r in self._planned(lane) if self._is_possible(r, starts_us)]
-        transit = capacity.transit.by_size
+        transit = self.scheduler.learned.transit_by_size
         transit_us = (
             transit.at_most_us if possible and self._is_one_batch(possible, starts_us) else transit.usual_us
         )
@@ -945,27 +952,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             return True
         if taken >= 2 * processes:
             return is_early and taken < 3 * processes and self._may_be_second_ahead(lane, taken)
-        if self._is_full(lane) and self.scheduler.settings.policy != "deferred":
+        if self._is_full(lane) and self._policy != "deferred":
             return True
         executing = capacity._executing[taken - processes :]
-        if not capacity.latency.known or not executing:
+        if not self.scheduler.learned.latency.known or not executing:
             return False
         settles_us, batch_id = executing[0]
         # A batch that takes longer than expected may take any time.
         latest_us = settles_us + capacity._tolerance_us(batch_id)
-        lead_us = capacity.lead_us * (2 if is_early and self._is_full(lane) else 1)
+        lead_us = self.scheduler.learned.lead_us * (2 if is_early and self._is_full(lane) else 1)
         return settles_us - lead_us <= self.now_us <= latest_us
 
     def _may_be_second_ahead(self, lane: str, taken: int) -> bool:
         """Whether a full batch may be dispatched although each process has one ahead."""
         capacity, free_us = self.scheduler.capacity, self._free_us(taken)
-        if free_us is None or not capacity.latency.known or not self._is_full(lane):
+        if free_us is None or not self.scheduler.learned.latency.known or not self._is_full(lane):
             return False
-        settles_us, batch_id = capacity._executing[0]
+        ahead = taken - self.scheduler.model_processes  # of these, some execute if processes are gone
+        settles_us, batch_id = capacity._executing[ahead if ahead < len(capacity._executing) else 0]
         latest_us = settles_us + capacity._tolerance_us(batch_id)
         return (
-            self.scheduler.settings.policy == "deferred"
-            and free_us - 2 * capacity.lead_us <= self.now_us <= latest_us
+            self._policy == "deferred"
+            and free_us - 2 * self.scheduler.learned.lead_us <= self.now_us <= latest_us
         )
 
     def _can_dispatch(self, lane: str, taken: int, *, is_early: bool = False) -> bool:

@@ -270,7 +270,7 @@ class SequencesMachine(RuleBasedStateMachine):
         sequences, waiting = self.harness.scheduler.sequences, set(self.harness.waiting.values())
         assert {part_of(run).sequence_id for run in waiting} <= sequences._by_id.keys()
         assert {one.head for one in sequences._by_id.values() if one.head is not None} <= waiting
-        for run, segment in sequences.followers.items():
+        for run, segment in sequences.followers._segments.items():
             assert segment is not None
             assert run in segment
 

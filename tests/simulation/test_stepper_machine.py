@@ -20,12 +20,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from carpool.errors import ABORTED, INTERNAL, INVALID_ARGUMENT
 from carpool.model_settings import ModelSettings
-from carpool_worker.model_process.chunks import join
 from carpool_worker.model_process.frames import pack_values, unpack_values
 from carpool_worker.model_process.model import SteppingModel
-from carpool_worker.model_process.step_frames import Admit, Advance, Configure, Step
-from carpool_worker.model_process.stepper import Stepper
-from carpool_worker.model_process.stepping import StepRequest
+from carpool_worker.model_process.stepping.chunks import join
+from carpool_worker.model_process.stepping.frames import Admit, Advance, Configure, Step
+from carpool_worker.model_process.stepping.requests import StepRequest
+from carpool_worker.model_process.stepping.stepper import Stepper
 
 MAX_COST = 4
 

@@ -214,9 +214,9 @@ class Batcher:
         assert list(queue.runs()) == [] and not any(queue._count_by_priority)
         assert list(queue.lanes) == [""] and not queue.ids.repeated and not any(queue.ids._ids.values())
         assert (queue.delayed.requests, queue.delayed.bytes) == (0, 0)
-        assert not any(queue.delayed._by_priority) and not queue._expired_outside
+        assert not any(queue.delayed._by_priority)
         bodies, ids = queue.bodies, self.scheduler._ids_in_flight
-        assert not (bodies.waiting or bodies._in_flight or bodies._of_batches)
+        assert not (bodies.waiting or bodies._in_flight or bodies._by_batch)
         assert not (ids._named or ids._indexed or ids._batches)
         assert not self.stream and not self.table
 

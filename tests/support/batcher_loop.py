@@ -42,7 +42,7 @@ class BatcherLoop:
     def session(self, model: str = "m") -> Any:
         """The batcher's session for a model; None while it has none."""
         served = self.service._models.get(model)
-        return None if served is None else served.batcher._session
+        return None if served is None else served._session
 
     def waiting(self, model: str = "m") -> int:
         """How many requests of a model the batcher knows to wait."""

@@ -16,9 +16,9 @@ from carpool.wire.tensors import TensorSpec
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution, Frame
 from carpool_worker.model_process import frames
-from carpool_worker.model_process import main as model_process
-from carpool_worker.model_process.description import description_of
+from carpool_worker.model_process.frame_loop import FrameLoop
 from carpool_worker.model_process.frames import OutcomeHeader, Ready
+from carpool_worker.model_process.loaded import description_of
 from carpool_worker.model_process.model import LoadedModel, adapt
 from carpool_worker.model_process.raised import RaisedLog
 
@@ -107,12 +107,12 @@ def executed(codec: Codec, frame: Frame, predict: Callable[..., Any]) -> tuple[O
     return executed_by(model, frame)
 
 
-class _SentOnce(model_process._Frames):
-    """A frame over a socket, of which nobody reads while it is executed: it has the payload once more."""
+class _SentOnce(FrameLoop):
+    """The loop, without a worker that sends a frame again while it is executed: it has the payload itself."""
 
     sent: Buffer = b""
 
-    def again(self, _number: int) -> Buffer:
+    def _again(self, _number: int) -> Buffer:
         return self.sent
 
 
@@ -121,9 +121,9 @@ def executed_by(model: LoadedModel, frame: Frame) -> tuple[OutcomeHeader, Buffer
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.send_message(ours, frame.header, *frame.payload)
-        received = _SentOnce(theirs)
-        received.sent = bytearray().join(frame.payload)
-        model_process._execute_next(received, theirs, model, RaisedLog(lambda _: None))
+        loop = _SentOnce(theirs, model, RaisedLog(lambda _: None))
+        loop.sent = bytearray().join(frame.payload)
+        loop.run_once()
         header, payload = frames.MessageReader(ours).receive()
         return OutcomeHeader(*header), payload
 

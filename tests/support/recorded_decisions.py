@@ -334,7 +334,7 @@ class Recorded(Batcher):
     # --- workers -------------------------------------------------------------------------------------------
 
     def launched(self, batch_id: str, dispatch: Dispatch) -> None:
-        self.scheduler.capacity.transit.observe_delivery(TRANSIT_US + self._choice.randint(0, 200))
+        self.scheduler.learned.observe_delivery(TRANSIT_US + self._choice.randint(0, 200))
         if self._choice.random() < self._scenario.lost:
             self._at(self.now_us - START_US + 50_000, lambda: self._lose(batch_id))
             return

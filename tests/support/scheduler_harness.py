@@ -11,6 +11,8 @@ from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
+from carpool_batcher.core.capacity import Capacity
+from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
 from carpool_batcher.core.waiting.lane import NEVER_US
 
@@ -85,6 +87,27 @@ class SchedulerHarness:
             self.scheduler.adopt(f"earlier {number}", dispatch, dispatched_us=settled_us - execution_us)
             self.scheduler.settle(f"earlier {number}", execution_us, settled_us)
         return self
+
+
+class LearningCapacity(Capacity):
+    """A Capacity whose batches are learned from when they settle, as a Scheduler does it."""
+
+    def __init__(self, processes: int) -> None:
+        self.learned = Learned()
+        super().__init__(self.learned, processes)
+
+    def settle(
+        self,
+        batch_id: str,
+        execution_us: int,
+        settled_us: int,
+        executed: int | None = None,
+        waited_us: int = 0,
+    ) -> None:
+        batch = self.in_flight.get(batch_id)
+        if batch is not None:
+            self.learned.observe(batch, execution_us, settled_us, executed, waited_us)
+            self.end(batch_id, settled_us)
 
 
 def run(

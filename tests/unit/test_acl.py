@@ -16,6 +16,7 @@ from carpool.keys import Keys
 from carpool.store import (
     batcher,
     bound,
+    connection,
     dead_letters,
     directory,
     eviction,
@@ -26,9 +27,9 @@ from carpool.store import (
     upkeep,
     worker,
 )
-from carpool.store.connection import Script
+from carpool.store.connection import Script, lua_source
 from carpool_cli import acl
-from carpool_cli.roles import ROLES, patterns, rules
+from carpool_cli.roles import ROLES, needs_of_file, patterns, rules
 
 
 @pytest.fixture(autouse=True)
@@ -221,21 +222,55 @@ def test_producer_has_every_permission_that_the_client_uses() -> None:
     assert used - {"client"} <= commands("gateway")
 
 
-# Commands that these scripts do not use for this role.
-UNUSED: Final = {
-    ("answer", "batcher"): {"xpending", "hincrby"},
-    ("answer", "worker"): {"xrange"},
-    ("release", "worker"): {"xrange"},
-}
+# What a head grants, although its file has no such command.
+UNUSED: Final = {"sequence": {"hdel"}}
+# What a script of this role has, and does not call.
+NOT_CALLED: Final = {("batcher", "ownership")}
+LUA: Final = Path(str(connection.__file__)).parent / "lua"
+FILES: Final = sorted(str(path.relative_to(LUA).with_suffix("")) for path in LUA.rglob("*.lua"))
+
+
+def commands_in(text: str) -> set[str]:
+    """The commands that a Lua file gives to Redis."""
+    found = set()
+    for first, following in re.findall(r"redis\.p?call\((unpack\(\w+\)|[^,)]+)(?:, '([A-Z]+)')?", text):
+        if table := re.fullmatch(r"unpack\((\w+)\)", first):
+            names = re.findall(rf"local {table[1]} = {{ '([A-Z]+)'", text)
+        else:
+            names = re.findall(r"'([A-Z]+)'", first)
+        assert names, f"no command in {first}"
+        is_container = names[0] in {"MEMORY", "XGROUP", "XINFO"}
+        found |= {f"{name}|{following}".lower() if is_container else name.lower() for name in names}
+    return found - {"time"}  # which has no key
+
+
+def needs(role: str, file: str) -> set[tuple[str, str]]:
+    """Keys and commands that the head of a file grants to a role."""
+    lines = needs_of_file(role, file)
+    return {(key, name) for keys, names in lines for key in keys.split() for name in names.split()}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_head_of_each_lua_file_grants_what_it_uses_and_no_more(file: str) -> None:
+    text = lua_source(file)
+    granted = {name for role in STORES for _, name in needs(role, file)}
+    assert commands_in(text) == granted - UNUSED.get(file, set())
+    roles = ",".join(re.findall(r"^-- GRANT (\S+)", text, re.MULTILINE)).split(",") if granted else []
+    assert len(roles) == sum(len(needs_of_file(role, file)) for role in STORES), "a line cannot be read"
 
 
 @pytest.mark.parametrize("role", STORES)
-def test_service_has_every_permission_that_its_scripts_use(role: str) -> None:
+def test_service_has_what_its_scripts_need_and_runs_all_that_grant_it_something(role: str) -> None:
     """Otherwise a rare command would fail, and in production only."""
-    for script in scripts_of(role):
-        calls = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]{5,})')?", script.source)
-        used = {"|".join(filter(None, call)).lower() for call in calls if call[1] not in ("IDLE", "MAXLEN")}
-        assert used - UNUSED.get((script.name, role), set()) <= commands(role), script.name
+    files = {file for script in scripts_of(role) for file in script.files if commands_in(lua_source(file))}
+    files -= {file for of, file in NOT_CALLED if of == role}
+    assert files == {file for file in FILES if needs(role, file)}
+    of_scripts = {need for file in files for need in needs(role, file)}
+    granted = {
+        (key, name) for grant in ROLES[role] for key in grant.keys.split() for name in grant.commands.split()
+    }
+    assert of_scripts <= granted
+    assert {key for key, name in granted if name == "eval"} == {key for key, _ in of_scripts}
 
 
 def source(module: ModuleType) -> str:

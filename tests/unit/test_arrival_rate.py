@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from carpool_batcher.core.deferred import ArrivalRate
+from carpool_batcher.core.policies.deferred import ArrivalRate
 
 
 def test_gap_is_the_mean_time_between_arrivals_however_often_it_is_told() -> None:

@@ -1,4 +1,4 @@
-"""The image of the batcher has no numpy (decision 0038), so its commands must start without it."""
+"""The image of the batcher has no numpy (docs/decisions/0035), so its commands must start without it."""
 
 from __future__ import annotations
 

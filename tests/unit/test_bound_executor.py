@@ -51,7 +51,7 @@ def test_row_of_a_batch_is_a_slot_and_others_are_not_ready() -> None:
         [digest("c", [3]), 2],
     ]
     outcome = heard(executor, c=4, a=5)
-    assert (outcome.failures, outcome.executed) == ({}, 2)
+    assert (outcome.failures, outcome.executed_together) == ({}, 2)
     assert outcome.results == [[digest("c", [3, 4]), 2], [digest("a", [1, 5]), 0]]
 
 
@@ -94,7 +94,7 @@ def test_model_that_raises_fails_all_that_were_ready_and_is_not_called_again() -
     failure = INTERNAL, "the model failed on this request: told to raise"
     assert {index: outcome.failures[index] for index in (0, 1)} == {0: failure, 1: failure}
     assert outcome.failures[2][0] == ABORTED
-    assert (outcome.results, outcome.executed) == ([], 0)
+    assert (outcome.results, outcome.executed_together) == ([], 0)
     assert model.heard[0] == ("a", [1, 4])  # once
     assert heard(executor, c=6).results == [[digest("c", [3, 6]), 2]]
 

@@ -6,8 +6,9 @@ from itertools import count
 
 import pytest
 
-from carpool_batcher.core.capacity import Capacity, InFlightBatch
+from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.learned.lane_latency import LANE_BATCHES_MIN, LANES_MAX
+from support.scheduler_harness import LearningCapacity
 
 MS = 1000
 ROUND_TRIP = 1 * MS
@@ -18,7 +19,7 @@ class CapacityHarness:
     """A Capacity in ms whose batches are numbers, from 1. Execution takes 10 ms, the round trip 1 ms."""
 
     def __init__(self, processes: int = 1, *, learned: bool = True) -> None:
-        self.capacity = Capacity(processes)
+        self.capacity = LearningCapacity(processes)
         self.numbers = count(1)
         if learned:
             self.capacity.adopt("first", InFlightBatch(-100 * MS, 8, "", {}))
@@ -50,7 +51,7 @@ def test_idle_process_is_free_at_once() -> None:
 
 
 def test_no_process_has_no_capacity() -> None:
-    capacity = Capacity(0)
+    capacity = LearningCapacity(0)
     assert not capacity.has_capacity()
     assert capacity.free_at_us(0) is None
     assert capacity.free_times_us(0) == []
@@ -65,7 +66,7 @@ def test_busy_process_has_no_known_free_time_before_anything_is_learned() -> Non
 
 def test_next_batch_is_dispatched_a_round_trip_before_the_process_becomes_free() -> None:
     harness = CapacityHarness()
-    assert harness.capacity.round_trip_us == ROUND_TRIP
+    assert harness.capacity.learned.round_trip_us == ROUND_TRIP
     harness.dispatch(at=50)
     # It settles at 50 + 1 + 10, and the next one takes 1 to arrive.
     assert harness.free_at() == 50 + 10
@@ -164,10 +165,10 @@ def test_free_time_follows_the_learned_latency_of_a_size() -> None:
 
 def test_batch_settled_without_execution_teaches_no_latency() -> None:
     harness = CapacityHarness()
-    curve = harness.capacity.latency.curve
+    curve = harness.capacity.learned.latency.curve
     harness.settle(harness.dispatch(at=0), at=500, execution=None)
-    assert harness.capacity.latency.curve is curve
-    assert harness.capacity.round_trip_us == ROUND_TRIP
+    assert harness.capacity.learned.latency.curve is curve
+    assert harness.capacity.learned.round_trip_us == ROUND_TRIP
     assert harness.free_at() == 0
 
 
@@ -175,9 +176,9 @@ def test_size_that_was_executed_teaches_and_not_that_of_the_batch() -> None:
     harness = CapacityHarness(learned=False)
     number = harness.dispatch(at=0, size=8)
     harness.capacity.settle(str(number), 30 * MS, 31 * MS, executed=2)
-    assert harness.capacity.latency.curve is not None
-    assert harness.capacity.latency.curve.shown == [(2, 30 * MS)]
-    assert harness.capacity.round_trip_us == ROUND_TRIP
+    assert harness.capacity.learned.latency.curve is not None
+    assert harness.capacity.learned.latency.curve.shown == [(2, 30 * MS)]
+    assert harness.capacity.learned.round_trip_us == ROUND_TRIP
 
 
 @pytest.mark.parametrize(("execution", "executed"), [(500, 0), (0, 3), (0, 0)])
@@ -185,25 +186,25 @@ def test_execution_that_was_not_normal_teaches_nothing_but_the_turnaround(
     execution: int, executed: int
 ) -> None:
     harness = CapacityHarness()
-    curve = harness.capacity.latency.curve
+    curve = harness.capacity.learned.latency.curve
     number = harness.dispatch(at=0, size=8)
     harness.capacity.settle(str(number), execution * MS, 600 * MS, executed=executed)
-    assert harness.capacity.latency.curve is curve
-    assert harness.capacity.round_trip_us == ROUND_TRIP
-    assert harness.capacity.turnaround_us("") == 600 * MS
+    assert harness.capacity.learned.latency.curve is curve
+    assert harness.capacity.learned.round_trip_us == ROUND_TRIP
+    assert harness.capacity.learned.turnaround_us("") == 600 * MS
 
 
 def test_forgotten_batch_frees_its_process_and_teaches_nothing() -> None:
     harness = CapacityHarness()
-    curve, turnaround_us = harness.capacity.latency.curve, harness.capacity.turnaround_us("")
+    curve, turnaround_us = harness.capacity.learned.latency.curve, harness.capacity.learned.turnaround_us("")
     lost, ahead = harness.dispatch(at=0), harness.dispatch(at=8)
-    harness.capacity.forget(str(lost), 500 * MS)
-    harness.capacity.forget(str(lost), 501 * MS)
+    harness.capacity.end(str(lost), 500 * MS)
+    harness.capacity.end(str(lost), 501 * MS)
     assert list(harness.capacity.in_flight) == [str(ahead)]
     assert harness.free_at(500) == 500 + 10 - 1
-    assert harness.capacity.latency.curve is curve
-    assert harness.capacity.turnaround_us("") == turnaround_us
-    assert harness.capacity.round_trip_us == ROUND_TRIP
+    assert harness.capacity.learned.latency.curve is curve
+    assert harness.capacity.learned.turnaround_us("") == turnaround_us
+    assert harness.capacity.learned.round_trip_us == ROUND_TRIP
 
 
 def test_batch_that_takes_too_long_has_no_known_free_time() -> None:
@@ -218,7 +219,7 @@ def test_pause_does_not_change_the_round_trip() -> None:
     harness = CapacityHarness()
     for number in range(1, 12):
         harness.settle(harness.dispatch(at=100 * number), at=100 * number + (11 if number % 4 else 80))
-    assert harness.capacity.round_trip_us == ROUND_TRIP
+    assert harness.capacity.learned.round_trip_us == ROUND_TRIP
 
 
 def test_time_in_which_a_batch_waited_for_a_process_is_not_its_round_trip() -> None:
@@ -228,14 +229,14 @@ def test_time_in_which_a_batch_waited_for_a_process_is_not_its_round_trip() -> N
         first, ahead = harness.dispatch(at=at), harness.dispatch(at=at + 1)
         harness.settle(first, at=at + 12, waited=0)  # transit takes 2 ms
         harness.settle(ahead, at=at + 22, waited=8)  # and 3 ms
-    assert harness.capacity.round_trip_us == pytest.approx(2.5 * MS, abs=0.5 * MS)
-    assert harness.capacity.transit.at_most_us == 3 * MS
+    assert harness.capacity.learned.round_trip_us == pytest.approx(2.5 * MS, abs=0.5 * MS)
+    assert harness.capacity.learned.transit_us[1] == 3 * MS
 
 
 def test_round_trip_is_never_negative() -> None:
     harness = CapacityHarness(learned=False)
     harness.settle(harness.dispatch(at=0), at=5, execution=10)  # by two clocks that differ
-    assert harness.capacity.round_trip_us == 0
+    assert harness.capacity.learned.round_trip_us == 0
 
 
 def test_batches_may_settle_out_of_order_and_twice() -> None:
@@ -301,7 +302,7 @@ def test_free_times_of_all_processes() -> None:
 
 
 def test_lanes_that_settled_last_are_kept() -> None:
-    capacity = Capacity(1)
+    capacity = LearningCapacity(1)
     settled_us = count(1)
 
     def settle(lane: str, execution: int) -> None:
@@ -314,21 +315,21 @@ def test_lanes_that_settled_last_are_kept() -> None:
     for number in range(LANES_MAX - 1):
         settle(f"lane {number}", 100)
         settle("kept", 3)
-    assert len(capacity._latencies._lanes) == LANES_MAX
-    assert capacity.times_of("kept").of(8) == 3 * MS
-    assert capacity.times_of("forgotten") is capacity.latency
+    assert len(capacity.learned._lanes._lanes) == LANES_MAX
+    assert capacity.learned.times_of("kept").of(8) == 3 * MS
+    assert capacity.learned.times_of("forgotten") is capacity.learned.latency
 
 
 def test_lane_uses_its_own_latency_once_enough_batches_were_executed() -> None:
     harness = CapacityHarness()
     for number in range(LANE_BATCHES_MIN):
-        assert harness.capacity.times_of("slow").of(8) == harness.capacity.latency.of(8)
+        assert harness.capacity.learned.times_of("slow").of(8) == harness.capacity.learned.latency.of(8)
         harness.capacity.adopt("s", InFlightBatch(1000 * number * MS, 8, "slow", {}))
         harness.capacity.settle("s", 90 * MS, (1000 * number + 91) * MS)
-    assert harness.capacity.times_of("slow").of(8) == 90 * MS
-    assert harness.capacity.turnaround_us("slow") == 91 * MS
-    assert harness.capacity.times_of("") is harness.capacity.latency
-    assert harness.capacity.times_of("slow") is not harness.capacity.latency
+    assert harness.capacity.learned.times_of("slow").of(8) == 90 * MS
+    assert harness.capacity.learned.turnaround_us("slow") == 91 * MS
+    assert harness.capacity.learned.times_of("") is harness.capacity.learned.latency
+    assert harness.capacity.learned.times_of("slow") is not harness.capacity.learned.latency
 
 
 # --- even spacing ------------------------------------------------------------------------------------------

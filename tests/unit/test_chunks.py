@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from carpool_worker.model_process.chunks import join
 from carpool_worker.model_process.frames import pack_values, unpack_values
+from carpool_worker.model_process.stepping.chunks import join
 
 
 def texts(data: list[str], *shape: int) -> dict[str, Any]:

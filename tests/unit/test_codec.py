@@ -125,7 +125,7 @@ def test_requests_were_executed_together_if_each_frame_was_executed_normally(
     execution = prepared(codec, request_of([1]), request_of([1, 2]))
     for frame, number in zip(execution.frames, of_frames, strict=True):
         header, payload = executed(codec, frame, echo)
-        codec.take_outcome(execution, frame, header._replace(executed=number), payload)
+        codec.take_outcome(execution, frame, header._replace(executed_together=number), payload)
     assert execution.executed_together == together
     execution.deaths[0] = 1  # from now on its requests are executed one at a time
     assert execution.executed_together == 0
@@ -506,7 +506,9 @@ def test_body_recognised_by_its_head_is_decoded_like_any_other() -> None:
         alone = prepared(codec_of(ANY), body)
         if alone.frames:
             (frame,) = (frame for frame in together.frames if position in frame.positions)
-            row = frames.unstack(frame.header.parts, len(frame.positions), bytearray(b"".join(frame.payload)))
+            row = frames.unstack(
+                frame.header.layouts, len(frame.positions), bytearray(b"".join(frame.payload))
+            )
             assert type(body.body) is bytes
             np.testing.assert_array_equal(
                 row["x"][frame.positions.index(position)],
@@ -756,7 +758,7 @@ def test_expired_request_is_not_executed() -> None:
 
 def test_request_answered_before_is_not_executed_again() -> None:
     execution = prepared(
-        codec_of(), request_of(b"{"), request_of(1), request_of(2), answered=frozenset({0, 2}), epoch=2
+        codec_of(), request_of(b"{"), request_of(1), request_of(2), answered_before=frozenset({0, 2}), epoch=2
     )
     assert positions(execution) == [[1]] and not execution.results
 

@@ -271,7 +271,7 @@ def test_run_whose_results_are_not_columns(run: BatchedRun) -> None:
 
 def test_suspect_run_has_a_frame_for_each_request() -> None:
     codec = codec_of(X, outputs=[X])
-    execution = prepared(codec, run_of(rows_of([0, 1, 2])), epoch=2, answered=frozenset({1}))
+    execution = prepared(codec, run_of(rows_of([0, 1, 2])), epoch=2, answered_before=frozenset({1}))
     assert positions(execution) == [[0], [2]]
     execute(codec, execution)
     assert [list(of.positions) for of in execution.run_results] == [[0], [2]]

@@ -13,7 +13,7 @@ from carpool.errors import INTERNAL
 from carpool.messages.requests import Entry, Request, Run
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.custom import CustomPolicy
+from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.core.scheduler import Decision, Dispatch, Scheduler
 from support.scheduler_harness import names_of, run
 

@@ -7,7 +7,9 @@ from itertools import combinations, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carpool_batcher.core.deferred import (
+from carpool_batcher.core.learned.latency import LatencyModel
+from carpool_batcher.core.learned.transit import MAGNITUDES, TransitBySize
+from carpool_batcher.core.policies.plan import (
     Forecast,
     Plan,
     _earliest_in_batch,
@@ -15,8 +17,6 @@ from carpool_batcher.core.deferred import (
     latest_start_us,
     plan,
 )
-from carpool_batcher.core.learned.latency import LatencyModel
-from carpool_batcher.core.learned.transit import MAGNITUDES, TransitBySize
 from carpool_batcher.core.waiting.lane import NEVER_US
 
 thorough = settings(deadline=None, max_examples=400)

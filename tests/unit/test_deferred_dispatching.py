@@ -8,8 +8,8 @@ import pytest
 
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.deferred import ArrivalRate
 from carpool_batcher.core.dispatching import LANES_UPDATED_MAX, Dispatcher
+from carpool_batcher.core.policies.deferred import ArrivalRate
 from carpool_batcher.core.scheduler import Dispatch
 from carpool_batcher.core.waiting.lane import Lane
 from support.scheduler_harness import MS, SchedulerHarness, names_of
@@ -89,7 +89,7 @@ def busy_harness(names: str, **fields: Any) -> SchedulerHarness:
     """A batch is executed until 15 ms, these requests wait, and the round trip is 2 ms; l(n) = 10 + n ms."""
     harness = SchedulerHarness(max_batch_size=3, policy="deferred").learn()
     for _ in range(64):
-        harness.scheduler.capacity.transit.observe_round_trip(3, 2 * MS, 0, 0)
+        harness.scheduler.learned._transit.observe_round_trip(3, 2 * MS, 0, 0)
     harness.offer("x y z", expiration=1000)
     assert harness.poll() == ["full: x y z"]
     harness.offer(names, at=1, **fields)
@@ -110,7 +110,7 @@ def test_two_full_batches_are_ahead_of_a_process_if_they_are_short() -> None:
     # That is the second one ahead: the process is free for it at 15 + 13
     assert harness.wake_at_ms() == 15 + 13 - 4
     for _ in range(64):
-        harness.scheduler.capacity.transit.observe_round_trip(3, 9 * MS, 0, 0)
+        harness.scheduler.learned._transit.observe_round_trip(3, 9 * MS, 0, 0)
     assert harness.poll(11) == ["full: d e f"]  # now round trips take 9 ms
     harness.offer("g h i", at=11, expiration=1000)
     assert harness.poll(14) == []  # never a third one
@@ -305,7 +305,7 @@ def test_two_trials_show_that_ways_are_short_again() -> None:
     """Given a transit that was long for a moment, expect not all to be refused but a trial now and then."""
     harness = SchedulerHarness(policy="deferred", max_batch_size=8).learn()
     for _ in range(64):
-        harness.scheduler.capacity.transit.observe_round_trip(1, 30 * MS, 0, 0)
+        harness.scheduler.learned._transit.observe_round_trip(1, 30 * MS, 0, 0)
     harness.offer("a", at=99, expiration=20)
     assert harness.poll(99) == ["DEADLINE_EXCEEDED: a"]
     for number, at in enumerate((100, 220), start=1):
@@ -329,9 +329,9 @@ def test_what_was_learned_is_applied_to_few_of_many_lanes_at_a_time(monkeypatch:
     claimed: list[str] = []
     claim = Dispatcher._claim
 
-    def counted(self: Dispatcher, lane: Lane, settings: ModelSettings, now_us: int) -> Any:
+    def counted(self: Dispatcher, lane: Lane, now_us: int) -> Any:
         claimed.append(lane.name)
-        return claim(self, lane, settings, now_us)
+        return claim(self, lane, now_us)
 
     monkeypatch.setattr(Dispatcher, "_claim", counted)
     for number in range(100):  # each is a batch that settles

@@ -94,27 +94,84 @@ def test_nothing_names_a_private_path_or_host(document: Path) -> None:
     assert hosts <= HOSTS
 
 
-def test_every_decision_is_in_the_index() -> None:
+def decisions() -> list[Path]:
+    return sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+
+
+def test_decisions_are_numbered_consecutively_and_each_is_in_the_index_once() -> None:
     folder = ROOT / "docs" / "decisions"
     index = (folder / "README.md").read_text(encoding="utf-8")
-    decisions = sorted(path for path in folder.glob("*.md") if path.name != "README.md")
-    assert LINK.findall(index)[1:] == [path.name for path in decisions]
-    for number, path in enumerate(decisions, 1):
+    assert {path for path in folder.iterdir() if path.name != "README.md"} == set(decisions())
+    assert sorted(LINK.findall(index)) == [path.name for path in decisions()]
+    for number, path in enumerate(decisions(), 1):
         title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         assert title.startswith(f"{number:04}. ")
-        assert f"[{title}]({path.name})" in index
+        assert f"- [{title}]({path.name})\n" in index
+    for section in index.split("\n## ")[1:]:
+        assert LINK.findall(section) == sorted(LINK.findall(section))
 
 
-def test_decisions_are_amended_by_later_ones() -> None:
-    """A decision that another one changed says so, and by which."""
+def amended_by(decision: str) -> list[str]:
+    """The numbers of the later decisions that amended one, from the status below its title."""
+    status = " ".join(decision.split("\n\n")[1].split())
+    if status == "Status: current.":
+        return []
+    numbers: list[str] = []
+    assert status.startswith("Status: amended by "), status
+    for sentence in re.split(r"(?<=\.) (?=Amended by )", status.removeprefix("Status: ")):
+        found = re.fullmatch(r"[Aa]mended by (.+?): (?:[^.:]|\.(?! ))+\.", sentence)
+        links = re.findall(r"\[(\d{4})\]\(\1-[\w-]+\.md\)", found[1]) if found is not None else []
+        assert links, sentence
+        numbers += links
+    return numbers
+
+
+def test_each_decision_says_whether_a_later_one_amended_it() -> None:
     amended = 0
-    for path in sorted((ROOT / "docs" / "decisions").glob("0*.md")):
-        for line in re.findall(r"^\*\*Amended.*", path.read_text(encoding="utf-8"), re.MULTILINE):
-            found = re.match(r"\*\*Amended\*\* by \[(\d{4})\]\((\d{4})-", line)
-            assert found is not None, f"{path.name}: {line}"
-            assert found[1] == found[2] > path.name[:4], f"{path.name}: {line}"
-            amended += 1
+    for path in decisions():
+        text = path.read_text(encoding="utf-8")
+        numbers = amended_by(text)
+        assert all(number > path.name[:4] for number in numbers), path.name
+        assert "Amended" not in text.split("\n\n", 2)[2], f"{path.name}: only the status says so"
+        amended += len(numbers)
     assert amended
+
+
+def test_a_status_has_one_form() -> None:
+    assert amended_by("# T\n\nStatus: current.\n\nText") == []
+    assert amended_by(
+        "# T\n\nStatus: amended by [0002](0002-b.md): this. Amended by [0003](0003-c.md): that."
+    ) == [
+        "0002",
+        "0003",
+    ]
+    for status in (
+        "current.",
+        "Status: current",
+        "Status: new.",
+        "Status: amended by 0002: this.",
+        "Status: amended by [0002](0003-c.md): this.",
+        "Status: amended by [0002](0002-b.md).",
+        "Status: amended by [0002](0002-b.md): this. And that.",
+    ):
+        with pytest.raises(AssertionError):
+            amended_by(f"# T\n\n{status}\n\nText")
+
+
+def test_each_decision_is_named_where_it_is_carried_out() -> None:
+    """In a module, a script, a file that runs something, a test, or the document that it belongs to."""
+    files = [
+        *(ROOT / name for name in ("Makefile", "pyproject.toml", "docker-compose.yml", "CONTRIBUTING.md")),
+        *(path for folder in ("services", "shared", "ops", "tests") for path in (ROOT / folder).rglob("*")),
+    ]
+    suffixes = {"", ".py", ".lua", ".toml", ".yml", ".conf", ".md"}
+    named: set[str] = set()
+    for path in files:
+        if path.is_file() and path.suffix in suffixes and path != Path(__file__):
+            named.update(
+                re.findall(r"docs/decisions/(\d{4})", path.read_text(encoding="utf-8", errors="replace"))
+            )
+    assert named == {path.name[:4] for path in decisions()}
 
 
 @each_document
@@ -122,7 +179,7 @@ def test_numbers_of_decisions_exist(document: Path) -> None:
     """In brackets, as the text of a link, and behind the word."""
     text = document.read_text(encoding="utf-8")
     numbers = set(re.findall(r"(?<=[\[( ])0\d{3}(?=[\]), .])", text))
-    known = {path.name[:4] for path in (ROOT / "docs" / "decisions").glob("0*.md")}
+    known = {path.name[:4] for path in decisions()}
     assert numbers <= known, f"there are no decisions {', '.join(sorted(numbers - known))}"
     for number, name in re.findall(r"\[(0\d{3})\]\((?:[\w./]*/)?(0\d{3})-", text):
         assert number == name, f"[{number}] links to {name}"

@@ -10,10 +10,11 @@ import pytest
 from carpool.messages.requests import Producer
 from carpool.messages.settled import ExecutedOf
 from carpool.producer_ratios import PRODUCERS_MAX
-from carpool_batcher.core.deferred import ArrivalRate
 from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers
 from carpool_batcher.core.learned.executed_share import BATCHES_MAX
-from carpool_batcher.core.waiting.fairness import Shares, Slice
+from carpool_batcher.core.policies.deferred import ArrivalRate
+from carpool_batcher.core.rules import Shares
+from carpool_batcher.core.waiting.fairness import Slice
 from carpool_batcher.core.waiting.lane import Lane
 from support.scheduler_harness import MS, SchedulerHarness
 
@@ -147,7 +148,7 @@ def test_what_a_batch_shows_of_its_other_requests_is_kept_apart_from_doubtful_on
         batch = str(1 + BATCHES_UNTIL_DOUBTFUL + number)
         told = [ExecutedOf(FLOOD, 1 + number % 30, 0)]
         harness.scheduler.settle(batch, 12 * MS, 0, 2, 0, (), told)
-    assert harness.scheduler.capacity.times_of("") is harness.scheduler.capacity.latency  # no share is known
+    assert harness.scheduler.learned.times_of("") is harness.scheduler.learned.latency  # no share is known
 
 
 def test_batch_waits_as_if_there_were_no_doubtful_requests(monkeypatch: pytest.MonkeyPatch) -> None:

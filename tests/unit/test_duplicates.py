@@ -232,7 +232,7 @@ def test_body_is_in_use_until_the_last_request_with_it_is_settled() -> None:
     harness.settle(1)
     assert not scheduler.is_body_in_use("x")
     bodies = scheduler._queue.bodies
-    assert not (bodies.waiting or bodies._popped or bodies._in_flight or bodies._of_batches)
+    assert not (bodies.waiting or bodies._popped or bodies._in_flight or bodies._by_batch)
 
 
 def test_next_batcher_knows_bodies_in_flight() -> None:

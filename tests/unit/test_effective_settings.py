@@ -11,7 +11,7 @@ import structlog
 from carpool.model_settings import ModelSettings
 from carpool.plugins import UnusableError
 from carpool.store.directory import ModelSnapshot
-from carpool_batcher.core.custom import CustomPolicy
+from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.policies import load_policies
 

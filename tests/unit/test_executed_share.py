@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from carpool_batcher.core.capacity import Capacity, InFlightBatch
+from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.learned.executed_share import BATCHES_MAX, ExecutedShares
+from support.scheduler_harness import LearningCapacity
 
 MS = 1000
 
@@ -38,26 +39,26 @@ def test_it_is_forgotten_once_all_is_executed_again() -> None:
     assert not shares
 
 
-def settled(capacity: Capacity, lane: str, size: int, executed: int, number: int) -> None:
+def settled(capacity: LearningCapacity, lane: str, size: int, executed: int, number: int) -> None:
     """A batch was executed in 2 ms + 1 ms * executed."""
     capacity.adopt(f"{lane}{number}", InFlightBatch(0, size, lane, {}))
     capacity.settle(f"{lane}{number}", (2 + executed) * MS, (3 + executed) * MS, executed)
 
 
 def test_batches_of_a_lane_are_expected_to_take_as_long_as_their_executed_requests() -> None:
-    capacity = Capacity(1)
+    capacity = LearningCapacity(1)
     for number in range(2 * BATCHES_MAX):
         settled(capacity, "whole", 5 + number % 20, 5 + number % 20, number)
         settled(capacity, "flooded", 10 + 2 * (number % 20), 5 + number % 20, number)
 
-    assert capacity.times_of("whole").of(20) == 22 * MS
-    assert capacity.times_of("flooded").of(40) == 22 * MS
-    assert capacity.times_of("flooded").at_most(40) >= 22 * MS
-    assert capacity.latency.of(20) == 22 * MS  # the model's own is not affected
+    assert capacity.learned.times_of("whole").of(20) == 22 * MS
+    assert capacity.learned.times_of("flooded").of(40) == 22 * MS
+    assert capacity.learned.times_of("flooded").at_most(40) >= 22 * MS
+    assert capacity.learned.latency.of(20) == 22 * MS  # the model's own is not affected
 
 
 def test_expected_end_of_a_batch_in_flight_is_that_of_its_executed_requests() -> None:
-    capacity = Capacity(1)
+    capacity = LearningCapacity(1)
     for number in range(2 * BATCHES_MAX):
         settled(capacity, "", 10 + 2 * (number % 15), 5 + number % 15, number)
     capacity.adopt("in flight", InFlightBatch(0, 20, "", {}))

@@ -118,7 +118,7 @@ def test_requests_that_were_refused_or_not_decoded_are_told_by_producer() -> Non
     execution = prepared(codec, *requests)
     (frame,) = execution.frames
     codec.take_outcome(execution, frame, *executed_by(model, frame))
-    assert sorted(execution.of_producers()) == [
+    assert sorted(execution.executed_by_producer()) == [
         ExecutedOf(("a", "s"), 4, 2),  # the model executed the one that it answered with an error
         ExecutedOf(("c", "s"), 1, 0),
     ]
@@ -130,6 +130,6 @@ def test_only_the_producers_with_the_most_unexecuted_requests_are_told() -> None
         request_of(7, extra={"tenant": b"7"}),
     )
     execution.unexecuted = list(range(51))
-    told = execution.of_producers()
+    told = execution.executed_by_producer()
     assert len(told) == PRODUCERS_TOLD_MAX
     assert told[0] == ExecutedOf(("7", ""), 2, 0)

@@ -70,7 +70,7 @@ def run_late(model: Counting, count: int, late: Callable[[int], bool]) -> Outcom
 
 
 def test_results_are_in_the_order_of_the_items() -> None:
-    assert run(lambda batch: [x * x for x in batch], [1, 2, 3]) == Outcome({}, [1, 4, 9], executed=3)
+    assert run(lambda batch: [x * x for x in batch], [1, 2, 3]) == Outcome({}, [1, 4, 9], executed_together=3)
 
 
 def test_batch_that_expired_as_a_whole_is_not_halved() -> None:
@@ -80,7 +80,7 @@ def test_batch_that_expired_as_a_whole_is_not_halved() -> None:
     assert model.calls == 1
     assert {status for status, _ in outcome.failures.values()} == {"DEADLINE_EXCEEDED"}
     assert len(outcome.failures) == 64
-    assert (outcome.results, outcome.executed, outcome.raised) == ([], 0, ())
+    assert (outcome.results, outcome.executed_together, outcome.raised) == ([], 0, ())
 
 
 def test_only_those_that_are_awaited_are_executed_again() -> None:
@@ -93,7 +93,7 @@ def test_only_those_that_are_awaited_are_executed_again() -> None:
 
 
 def test_late_requests_of_a_batch_that_did_not_raise_get_their_results() -> None:
-    assert run_late(Counting(), 3, lambda index: True) == Outcome({}, [0, -1, -2], executed=3)
+    assert run_late(Counting(), 3, lambda index: True) == Outcome({}, [0, -1, -2], executed_together=3)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_request_that_expired_while_its_frame_waited_is_not_executed(
     header, _ = execute_frame(model, frame, sent, lambda: sent)
     in_time = [number + 1 for number in range(3) if number not in late]
     assert called == ([in_time] if in_time else [])
-    assert tuple(header.failures) == late and header.executed == len(in_time)
+    assert tuple(header.failures) == late and header.executed_together == len(in_time)
     assert {status for status, _ in header.failures.values()} <= {"DEADLINE_EXCEEDED"}
 
 
@@ -146,7 +146,7 @@ def test_batch_too_large_for_memory_is_executed_in_halves() -> None:
             raise MemoryError
         return batch
 
-    assert run(predict, [1, 2, 3, 4, 5]) == Outcome({}, [1, 2, 3, 4, 5], executed=0)
+    assert run(predict, [1, 2, 3, 4, 5]) == Outcome({}, [1, 2, 3, 4, 5], executed_together=0)
 
 
 def test_memory_of_a_failed_call_is_freed_before_the_halves() -> None:
@@ -462,7 +462,7 @@ def test_convertible_result_becomes_an_array() -> None:
         def __array__(self, *_: Any, **__: Any) -> Any:
             return np.array([1.5, 2.5])
 
-    assert run(lambda _: Tensor(), [1, 2]) == Outcome({}, [1.5, 2.5], executed=2)
+    assert run(lambda _: Tensor(), [1, 2]) == Outcome({}, [1.5, 2.5], executed_together=2)
 
 
 def test_several_outputs_by_name() -> None:
@@ -574,7 +574,7 @@ def test_model_that_asks_gets_the_fields_of_exactly_its_requests() -> None:
 
 
 def test_batch_of_one() -> None:
-    assert run(Counting(), [1]) == Outcome({}, [-1], executed=1)
+    assert run(Counting(), [1]) == Outcome({}, [-1], executed_together=1)
     model = Counting(1)
     assert run(model, [1]) == Outcome({0: failed("bad body 1")}, [], raised=(0,))
     assert model.calls == 1
@@ -594,8 +594,8 @@ def test_executed_items_are_those_of_one_call_that_did_not_raise(
         if body in refused:
             raise ValueError("refused")
 
-    assert run(Counting(*bad_bodies), list(range(6)), validate=validate).executed == executed
+    assert run(Counting(*bad_bodies), list(range(6)), validate=validate).executed_together == executed
 
 
 def test_items_with_an_exception_in_place_of_a_result_were_executed() -> None:
-    assert run(lambda batch: [ValueError("odd"), *batch[1:]], [1, 2, 3]).executed == 3
+    assert run(lambda batch: [ValueError("odd"), *batch[1:]], [1, 2, 3]).executed_together == 3

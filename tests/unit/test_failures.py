@@ -32,8 +32,8 @@ from carpool_worker.model_process.model import (
     adapt,
     load_model,
 )
-from carpool_worker.model_process.step_frames import Admit
-from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.model_process.stepping.frames import Admit
+from carpool_worker.model_process.stepping.stepper import Stepper
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 

@@ -451,7 +451,7 @@ def test_stacked_arrays_are_preserved(datatype: str, shape: tuple[int, ...]) -> 
     array = np.arange(4 * math.prod(shape)).reshape((4, *shape)).astype(kind)
     parts, data = frames.stack({"x": array, "n": np.arange(4)}, {"x": datatype})
     assert parts == [("x", datatype, shape), ("n", "INT64", ())]
-    assert len(data) == frames.part_bytes(parts[0], 4) + frames.part_bytes(parts[1], 4)
+    assert len(data) == frames.stacked_bytes(parts[0], 4) + frames.stacked_bytes(parts[1], 4)
     got = frames.unstack(parts, 4, bytearray(data))
     assert got["x"].dtype == array.dtype and got["x"].shape == array.shape
     np.testing.assert_array_equal(got["x"], array)
@@ -466,7 +466,7 @@ def test_declared_datatype_replaces_the_arrays_own() -> None:
 
 def test_strings_unstack_as_objects_beside_numbers() -> None:
     texts = frames.pack_values(["a\0", "", "é", "long" * 100]) + frames.pack_values(["x", "y", "z", ""])
-    parts: list[frames.Part] = [("t", "BYTES", (2, 2)), ("n", "INT16", ()), ("u", "BYTES", ())]
+    parts: list[frames.Layout] = [("t", "BYTES", (2, 2)), ("n", "INT16", ()), ("u", "BYTES", ())]
     data = texts + np.array([7, 8], "<i2").tobytes() + frames.pack_values(["1"]) + frames.pack_values(["2"])
     got = frames.unstack(parts, 2, bytearray(data))
     assert got["t"].tolist() == [[["a\0", ""], ["é", "long" * 100]], [["x", "y"], ["z", ""]]]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from carpool.messages.requests import Entry, Run
 from carpool.rows import Bodies, Rows, StoredBody
-from carpool_batcher.core.waiting.batch_space import NO_LIMIT, BatchLimits, bytes_of
-from carpool_batcher.core.waiting.fairness import EQUAL_SHARES, NO_WEIGHTS, Shares
+from carpool_batcher.core.rules import EQUAL_SHARES, NO_LIMIT, NO_WEIGHTS, BatchLimits, Shares
+from carpool_batcher.core.waiting.batch_space import bytes_of
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane
 
 
@@ -206,7 +206,7 @@ def test_runs_are_served_as_their_requests_would_be(
             if operation == "remove":
                 remove(lane, chosen)
             elif operation == "expire":
-                if chosen not in lane.expired:  # a run expires once
+                if not chosen.is_late:  # a run expires once
                     lane.move_expired(chosen)
                     for one in same:
                         singly.move_expired(one)
@@ -242,7 +242,7 @@ def test_expired_request_is_behind_all_others_and_not_urgent() -> None:
     # The arrival of the expired request does not count for the others.
     assert lane.head() == (1 + 4, 5)
     assert popped(lane) == "high low late"
-    assert not lane.expired
+    assert late.waits_in is None
 
 
 def test_head_of_a_lane_with_only_expired_requests() -> None:

@@ -35,8 +35,6 @@ from carpool_gateway.meter import ROUTES, GatewayMetrics
 from carpool_gateway.server import App, Server
 from carpool_worker.execution import Execution
 from carpool_worker.meter import StepCounts, WorkerMetrics
-from carpool_worker.model_process.step_frames import Step
-from carpool_worker.step_execution import StepExecution
 from support.executions import execution_of as execution_with_states
 from support.executions import run_of_sequence
 
@@ -144,15 +142,13 @@ def test_statuses_invented_by_a_model_share_one_label() -> None:
 def test_chunks_of_one_script_are_counted_together() -> None:
     """Given three requests with a first chunk, later ones of which some are merged, and none."""
     metrics = WorkerMetrics(MODEL)
-    first, later, silent = [StepExecution(execution_of(), key, 0.0) for key in range(3)]
-    later.chunk_us = 40_000
     writes = [
-        (first, StepWrite(BATCH, 0, [kept(1)], first_us=9_000)),
-        (later, StepWrite(BATCH, 4, [kept(1), kept(3)])),
-        (silent, StepWrite(BATCH, 0)),
+        (StepWrite(BATCH, 0, [kept(1)], first_us=9_000), None),
+        (StepWrite(BATCH, 4, [kept(1), kept(3)]), 40_000),
+        (StepWrite(BATCH, 0), None),
     ]
     metrics.chunks_written(writes, 60_000)
-    metrics.stepped(Step(7_000, 0, 3, 3, []))
+    metrics.stepped(7_000)
     metrics.ended(execution_of("OK"), execution_of("OK").counts(), now_us=2_000)
     metrics.watch_slots(lambda: 3, lambda: 8)
     found = {name: value for (name, _), value in samples(metrics.registry).items()}

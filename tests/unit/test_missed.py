@@ -10,8 +10,9 @@ from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
 from carpool.messages.requests import JSON, Entry, Run
 from carpool.messages.results import Refusal
 from carpool.messages.settled import BatchSettled
-from carpool_batcher.core.capacity import Capacity, InFlightBatch
+from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, Times, cause_of, causes_of_refusals
+from support.scheduler_harness import LearningCapacity
 
 MS = 1000
 # Arrived at 0, deadline at 50 ms, executed from 20 to 30 ms as was expected, delivered at 32 ms.
@@ -71,12 +72,12 @@ class Batches:
     """Batches in flight of a model for which l(n) = 10 ms was learned. Times are in ms."""
 
     def __init__(self) -> None:
-        self.capacity = Capacity(1)
+        self.capacity = LearningCapacity(1)
         for number in range(8):
             self.capacity.adopt(f"{number}", InFlightBatch(0, 1 + number, "", {}))
             self.capacity.settle(f"{number}", 10 * MS, 12 * MS)
-        assert self.capacity.latency.of(4) == 10 * MS
-        self.missed = MissedDeadlines(self.capacity)
+        assert self.capacity.learned.latency.of(4) == 10 * MS
+        self.missed = MissedDeadlines(self.capacity.learned, self.capacity.in_flight)
 
     def launch(self, batch_id: str, at: int, *runs: Run) -> InFlightBatch:
         expiring: dict[int, Run] = {}
@@ -158,7 +159,7 @@ def test_unexpired_request_whose_result_is_late_counts() -> None:
 def test_result_that_is_on_its_way_at_the_deadline_is_delivered_late() -> None:
     batches = Batches()
     for delivery in (*[3] * 8, 900):
-        batches.capacity.transit.observe_delivery(delivery * MS)
+        batches.capacity.learned.observe_delivery(delivery * MS)
     batches.launch("a", 20, run(50), run(49), run(52), run(53))
     assert batches.settle("a", at=50, compute=10) == {"delivered_late": 3}
 
@@ -196,7 +197,7 @@ def test_batches_and_processes_that_are_gone_are_forgotten() -> None:
     batches.launch("b", 5, run(30))
     batches.expire("b", 0, answered={0})
     batches.missed.forget_missing(["w/0"])
-    batches.capacity.forget("b", 60 * MS)
+    batches.capacity.end("b", 60 * MS)
     batches.missed.forget_missing(["w/1"])
     batches.launch("b", 5, run(50))
     assert batches.settle("b", at=56, compute=10) == {"delivered_late": 1}, "of its own, at once, by w/0"

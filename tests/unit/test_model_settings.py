@@ -410,3 +410,13 @@ def test_priority_that_one_worker_limits_has_the_tightest_limits_of_the_models_b
 def test_what_another_version_wrote_and_this_one_cannot_read_is_the_default() -> None:
     settings = ModelSettings.from_readable({"max_batch_size": "7", "policy": "", "later": "1"})
     assert settings == ModelSettings(max_batch_size=7)
+
+
+def test_a_batch_has_the_settings_for_its_worker_that_are_not_defaults() -> None:
+    assert ModelSettings(max_batch_size=7).for_batches() == ""
+    changed = ModelSettings(max_batch_size=7, max_execution_ms=500, max_result_bytes=1 << 20)
+    read = ModelSettings.of_batch(changed.for_batches())
+    assert read == ModelSettings(max_execution_ms=500, max_result_bytes=1 << 20)
+    assert ModelSettings.of_batch("") == ModelSettings()
+    with pytest.raises(ValueError, match="max_result_bytes"):
+        ModelSettings.of_batch('{"max_result_bytes": "no"}')

@@ -15,8 +15,8 @@ from carpool.model_settings import ModelKind
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import WIDTHS
 from carpool_worker.model_process import states
-from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.failures import WrongOutputError
+from carpool_worker.model_process.loaded import description_of
 from carpool_worker.model_process.model import RequestInfo, load_model
 from carpool_worker.model_process.states import States
 

@@ -34,8 +34,8 @@ from carpool_worker.model_process.raised import (
     RaisedLog,
     name_of,
 )
-from carpool_worker.model_process.step_frames import Admit
-from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.model_process.stepping.frames import Admit
+from carpool_worker.model_process.stepping.stepper import Stepper
 
 MODEL: Final = """
 def lacks_key(batch):

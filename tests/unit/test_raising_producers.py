@@ -6,10 +6,9 @@ from typing import Any
 
 from carpool.messages.batches import BatchedRequest
 from carpool.messages.settled import ExecutedOf
-from carpool.producer_ratios import PRODUCERS_MAX
+from carpool.producer_ratios import PRODUCERS_MAX, ProducerRatios
 from carpool_worker.codec import Codec
-from carpool_worker.raising_producers import RaisingProducers
-from support.executions import codec_of, finish, positions, prepared, request_of, run_of_one
+from support.executions import codec_of, finish, positions, prepared, request_of
 
 
 def of_tenant(tenant: bytes, body: Any = "fine") -> BatchedRequest:
@@ -38,6 +37,11 @@ def served(codec: Codec, *requests: BatchedRequest) -> list[list[str]]:
     return model.executed
 
 
+def is_apart(codec: Codec, request: BatchedRequest) -> bool:
+    """Whether it has a frame of its own, beside a request of another producer."""
+    return positions(prepared(codec, request, of_tenant(b"other"))) == [[1], [0]]
+
+
 MIXED = [of_tenant(b"flood", "bad"), of_tenant(b"a"), of_tenant(b"flood", "bad"), of_tenant(b"b")]
 
 
@@ -55,7 +59,7 @@ def test_a_batch_is_a_normal_one_if_the_model_raised_on_what_is_apart_only() -> 
         execution = prepared(codec, *MIXED)
         finish(codec, execution, Picky())
         assert execution.executed_together == (2 if number == 3 else 0)
-    assert execution.of_producers() == [ExecutedOf(("flood", ""), 2, 0)]
+    assert execution.executed_by_producer() == [ExecutedOf(("flood", ""), 2, 0)]
 
 
 def test_a_producer_that_seldom_raises_stays_with_others() -> None:
@@ -68,28 +72,27 @@ def test_a_producer_that_seldom_raises_stays_with_others() -> None:
 
 
 def test_a_producer_that_no_longer_raises_joins_the_others_and_is_forgotten() -> None:
-    raising, run = RaisingProducers(), run_of_one(of_tenant(b"t"))
+    codec = codec_of()
     for _ in range(20):
-        raising.observe([run], [run])
-    assert raising.is_apart(run)
-    raising.observe([run], [])
-    raising.observe([run], [])
-    raising.observe([run], [])
-    assert not raising.is_apart(run)
+        served(codec, of_tenant(b"t", "bad"))
+    assert is_apart(codec, of_tenant(b"t"))
+    for _ in range(3):
+        served(codec, of_tenant(b"t"))
+    assert not is_apart(codec, of_tenant(b"t"))
     for _ in range(10):
-        raising.observe([run], [])
-    assert len(raising) == 0
+        served(codec, of_tenant(b"t"))
+    assert len(codec._raising) == 0
 
 
 def test_producers_are_known_by_tenant_and_by_reply_stream() -> None:
-    raising = RaisingProducers()
-    of_stream = run_of_one(request_of("bad")._replace(reply_to="s1"))
+    codec = codec_of()
+    of_stream = request_of("bad")._replace(reply_to="s1")
     for _ in range(3):
-        raising.observe([of_stream], [of_stream])
-    assert raising.is_apart(of_stream)
-    assert not raising.is_apart(of_stream._replace(reply_to="s2"))
-    assert not raising.is_apart(of_stream._replace(extra={"tenant": b"t"}))
-    assert not raising.is_apart(of_stream._replace(reply_to=None))
+        served(codec, of_stream)
+    assert is_apart(codec, of_stream)
+    assert not is_apart(codec, of_stream._replace(reply_to="s2"))
+    assert not is_apart(codec, of_stream._replace(extra={"tenant": b"t"}))
+    assert not is_apart(codec, of_stream._replace(reply_to=None))
 
 
 def test_a_refused_or_returned_failure_does_not_set_a_producer_apart() -> None:
@@ -103,8 +106,7 @@ def test_a_refused_or_returned_failure_does_not_set_a_producer_apart() -> None:
 
 
 def test_names_without_end_use_bounded_memory() -> None:
-    raising = RaisingProducers()
+    raising = ProducerRatios()
     for number in range(PRODUCERS_MAX + 50):
-        run = run_of_one(of_tenant(str(number).encode()))
-        raising.observe([run], [run])
+        raising.observe((str(number), ""), 1.0)
     assert len(raising) == PRODUCERS_MAX

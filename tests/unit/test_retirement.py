@@ -29,7 +29,7 @@ class Process:
         self.example_status = example_status
         self.examples = 0  # that it executed
         if of_worker is not None:
-            self.retirement.of_worker = of_worker
+            self.retirement.last_success = of_worker
         self.now_s = 100.0
         self.number = 0
 
@@ -41,10 +41,10 @@ class Process:
         self.now_s += STEP_S
         self.number += 1
         failures = {at: (status, "") for at, status in enumerate(statuses) if status is not None}
-        outcome = OutcomeHeader(0, len(statuses), self.number, 1, failures, executed=executed)
+        outcome = OutcomeHeader(0, len(statuses), self.number, 1, failures, executed_together=executed)
         self.retirement.observe_outcome(outcome, batch or f"{self.number}-0", self.now_s)
-        if None in statuses and self.retirement.of_worker.wants_example(self.now_s):
-            self.retirement.of_worker.take_example(EXAMPLE, self.now_s)
+        if None in statuses and self.retirement.last_success.wants_example(self.now_s):
+            self.retirement.last_success.take_example(EXAMPLE, self.now_s)
         example = self.retirement.due_example
         if example is None:
             return False
@@ -132,9 +132,9 @@ def test_without_an_example_nothing_is_retired() -> None:
     """Every request that succeeded was too large to be kept."""
     process = Process()
     process.execute()
-    process.retirement.of_worker.example = None
+    process.retirement.last_success.example = None
     assert not any(process.fail(10 * BATCHES_MIN))
-    process.retirement.of_worker.example = EXAMPLE
+    process.retirement.last_success.example = EXAMPLE
     assert process.fail(1) == [True]
 
 

@@ -66,12 +66,12 @@ def test_new_settings_apply_to_requests_that_already_wait() -> None:
 
 def test_forgotten_batch_teaches_nothing() -> None:
     harness = SchedulerHarness(max_queue_delay_ms=1000).learn()
-    expected = harness.scheduler.capacity.turnaround_us("")
+    expected = harness.scheduler.learned.turnaround_us("")
     harness.scheduler.adopt("lost", Dispatch([run("a")], "idle", ""), dispatched_us=0)
     harness.scheduler.forget_batch("lost", 30_000 * MS)
     assert harness.scheduler.in_flight() == {}
-    assert harness.scheduler.capacity.turnaround_us("") == expected
-    assert harness.scheduler.capacity.round_trip_us == 0
+    assert harness.scheduler.learned.turnaround_us("") == expected
+    assert harness.scheduler.learned.round_trip_us == 0
 
 
 def test_wake_up_time_of_a_batch_that_is_ready_is_the_last_poll() -> None:

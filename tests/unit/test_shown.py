@@ -20,7 +20,7 @@ from carpool.shown import (
     trace_of,
 )
 from carpool.store.connection import CommandError, LinkError
-from carpool.store.permissions import reason_of
+from carpool.store.link_errors import reason_of
 from carpool_cli.infer import _ChunkPrinter
 from carpool_cli.screen import Screen, build_table
 from carpool_cli.top.page import _line

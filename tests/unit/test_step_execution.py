@@ -15,11 +15,11 @@ from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import JSON, MSGPACK
 from carpool.messages.results import Result
 from carpool.store.steps import StepReply, StepWrite
-from carpool_worker import step_execution
 from carpool_worker.execution import Execution
 from carpool_worker.model_process.frames import pack_values, too_large, unpack_values
-from carpool_worker.model_process.step_frames import Advance
-from carpool_worker.step_execution import UNSEEN_S_MAX, WRITTEN_TOGETHER_MAX, Reader, StepExecution
+from carpool_worker.model_process.stepping.frames import Advance
+from carpool_worker.stepping import execution as step_execution
+from carpool_worker.stepping.execution import UNSEEN_S_MAX, WRITTEN_TOGETHER_MAX, Reader, StepExecution
 
 NOW_US: Final = 10_000_000
 BUFFER: Final = 4  # stream_buffer
@@ -328,7 +328,7 @@ def test_request_that_was_given_up_stays_so() -> None:
 
 
 def test_request_that_a_batcher_answered_is_only_removed() -> None:
-    request = request_of(answered=frozenset({0}))
+    request = request_of(answered_before=frozenset({0}))
     request.is_sent = False
     assert request.has_ended and request.has_news(BUFFER) and not request.is_waiting
     write = request.next_write(BUFFER, NOW_US)

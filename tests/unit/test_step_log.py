@@ -16,9 +16,8 @@ from carpool.messages.settled import Streamed
 from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.step_frames import Step
-from carpool_worker.step_execution import StepExecution
-from carpool_worker.step_log import StepLog
+from carpool_worker.stepping.execution import StepExecution
+from carpool_worker.stepping.log import StepLog
 
 RUN: Final = BatchedRun("1-0", ["a"], [b"1"], JSON, None, 996_000, None, None)
 BATCH: Final = Batch("9-0", 1, [RUN], "full", 1_000_000, "", stream=True)
@@ -49,14 +48,13 @@ def test_summary_tells_of_steps_chunks_ends_and_slots() -> None:
     log = StepLog("m", "w", metrics, lambda: slots[0])
     log.summarize()  # nothing was done
     for step_us in (10_000, 30_000):
-        metrics.stepped(Step(step_us, 0, 3, 3, []))
-    metrics.stepped(Step(0, 7_000, 3, 3, []))  # requests that began, which is no step
+        metrics.stepped(step_us)
     for status in (OK, OK, INTERNAL):
         ended(log, status)
     log.dropped([REQUEST])
     log.summarize()
     log.summarize()
-    metrics.stepped(Step(5_000, 0, 3, 3, []))
+    metrics.stepped(5_000)
     log.summarize()
     first, second = captured.entries
     assert first == {

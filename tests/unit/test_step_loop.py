@@ -16,13 +16,13 @@ import pytest
 
 from carpool.model_settings import ModelKind
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.description import description_of
 from carpool_worker.model_process.frames import MessageReader, Ready, pack_values, unpack_values
+from carpool_worker.model_process.loaded import description_of
 from carpool_worker.model_process.model import SteppingModel, load_model
 from carpool_worker.model_process.raised import RaisedLog
-from carpool_worker.model_process.step_frames import Admit, Drop, Resume, Step
-from carpool_worker.model_process.step_loop import StepLoop
-from carpool_worker.model_process.stepping import StepRequest
+from carpool_worker.model_process.stepping.frames import Admit, Drop, Resume, Step
+from carpool_worker.model_process.stepping.loop import StepLoop
+from carpool_worker.model_process.stepping.requests import StepRequest
 from support.waiting import wait_until
 
 TIMEOUT_S = 30

@@ -14,12 +14,14 @@ from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import JSON
 from carpool.model_settings import ModelSettings
 from carpool.store.steps import StepReply, StepWrite
-from carpool_worker import step_replica, step_writer
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
+from carpool_worker.member import Member
 from carpool_worker.model_process.frames import Raised, Ready, pack_values
-from carpool_worker.model_process.step_frames import Admit, Advance, Step, read_worker_message
-from carpool_worker.step_replica import StepReplica
+from carpool_worker.model_process.stepping.frames import Admit, Advance, Step, read_worker_message
+from carpool_worker.stepping import replica as step_replica
+from carpool_worker.stepping import writer as step_writer
+from carpool_worker.stepping.replica import StepReplica
 
 SLOTS: Final = 32
 ASKED: Final = SLOTS // step_replica.SLOTS_PREFETCHED_RATIO
@@ -122,15 +124,15 @@ class Bench:
 
     def __init__(self) -> None:
         self.process, self.fetcher, self.store = Process(), Fetcher(), Store()
-        parts: dict[str, Any] = {"process": self.process, "fetcher": self.fetcher, "store": self.store}
-        settings = ModelSettings(max_batch_size=SLOTS)
+        parts: dict[str, Any] = {"process": self.process, "source": self.fetcher, "store": self.store}
+        settings, self.metrics = ModelSettings(max_batch_size=SLOTS), Mock()
         self.replica = StepReplica(
-            "w",
+            Member("w"),
             codec=Codec(Ready({}, (), (), False, {})),
             settings=settings,
             committer=Mock(),
-            metrics=Mock(),
-            step_log=Mock(),
+            metrics=self.metrics,
+            log=Mock(),
             **parts,
         )
 
@@ -162,7 +164,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 def test_requests_that_come_together_are_begun_together(bench: Bench) -> None:
     """Given four processes, expect that this one asks for a share of what it has space for, as long as there
     are as many."""
-    bench.replica.model_processes = 4
+    bench.replica.member.model_processes = 4
     bench.fetcher.parts = [9, 7, 1]
     bench.run(3)
     assert bench.admitted() == []
@@ -172,7 +174,7 @@ def test_requests_that_come_together_are_begun_together(bench: Bench) -> None:
 
 
 def test_the_only_process_asks_for_all(bench: Bench) -> None:
-    bench.replica.model_processes = 1
+    bench.replica.member.model_processes = 1
     bench.fetcher.parts = [SLOTS + ASKED]
     bench.run(2)
     assert bench.admitted() == [SLOTS + ASKED]
@@ -181,7 +183,7 @@ def test_the_only_process_asks_for_all(bench: Bench) -> None:
 
 @pytest.mark.parametrize("model_processes", [100, pytest.param(0, id="unknown")])
 def test_one_of_many_asks_for_a_few(bench: Bench, model_processes: int) -> None:
-    bench.replica.model_processes = model_processes
+    bench.replica.member.model_processes = model_processes
     bench.run(1)
     assert bench.fetcher.asked == [ASKED]
 
@@ -203,7 +205,7 @@ def test_process_has_no_more_slots_than_its_worker_declares(bench: Bench) -> Non
     bench.replica.batch_size_max = 4
     assert bench.replica.slots == 4
     settings = ModelSettings(max_batch_size=64).for_steps()
-    bench.replica._follow_settings(Batch("2-0", 1, [], "full", 0, "", settings=settings))
+    bench.replica._in_hand._follow_settings(Batch("2-0", 1, [], "full", 0, "", settings=settings))
     bench.run(1)
     bench.replica.batch_size_max = 64
     bench.run(1)
@@ -220,6 +222,15 @@ def test_a_step_writes_only_requests_with_news(bench: Bench) -> None:
     bench.run(2)
     (writes,) = bench.store.writes
     assert [write.batch.id for write in writes] == ["1-0", "1-2"]
+
+
+def test_requests_that_began_took_no_step(bench: Bench) -> None:
+    bench.fetcher.parts = [3]
+    bench.run(3)
+    bench.process.steps.append(Step(0, 7_000, 3, 3, [Advance(0, pack_values(["x"]), 1)]))
+    bench.step([0, 1, 2])
+    bench.run(3)
+    bench.metrics.stepped.assert_called_once_with(1000)
 
 
 def test_all_are_asked_about_from_time_to_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,11 @@ from structlog.testing import capture_logs
 from carpool.errors import NotFoundError
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.model_process.frames import RequestFields, pack_values, too_large, unpack_values
-from carpool_worker.model_process.generation import CHUNK_OVERHEAD_BYTES
 from carpool_worker.model_process.model import SteppingModel, load_model
-from carpool_worker.model_process.step_frames import Admit, Advance, Configure, Step
-from carpool_worker.model_process.stepper import SILENT_STEPS_MAX, Stepper
-from carpool_worker.model_process.stepping import StepRequest
+from carpool_worker.model_process.stepping.frames import Admit, Advance, Configure, Step
+from carpool_worker.model_process.stepping.generation import CHUNK_OVERHEAD_BYTES
+from carpool_worker.model_process.stepping.requests import StepRequest
+from carpool_worker.model_process.stepping.stepper import SILENT_STEPS_MAX, Stepper
 
 Requests = Sequence[StepRequest]
 

@@ -11,9 +11,9 @@ import pytest
 from carpool.errors import ResourceExhaustedError
 from carpool.wire.tensors import datatype_of, to_bfloat16
 from carpool_worker.model_process.frames import Failure, pack_values, too_large, unpack_results, unpack_values
-from carpool_worker.model_process.generation import CHUNK_OVERHEAD_BYTES, Generation
-from carpool_worker.model_process.step_frames import Admit, Advance
-from carpool_worker.model_process.stepping import GeneratorModel, ResultLimit
+from carpool_worker.model_process.stepping.frames import Admit, Advance
+from carpool_worker.model_process.stepping.generation import CHUNK_OVERHEAD_BYTES, Generation
+from carpool_worker.model_process.stepping.requests import GeneratorModel, ResultLimit
 
 
 def generation(body: Any = "body", sent: Sequence[Any] = (), *, is_streamed: bool = True) -> Generation:
@@ -23,7 +23,7 @@ def generation(body: Any = "body", sent: Sequence[Any] = (), *, is_streamed: boo
 
 
 def taken(request: Generation) -> Advance:
-    advance = request.take()
+    advance = request.pop_advance()
     assert advance is not None
     return advance
 
@@ -54,10 +54,10 @@ def test_model_sees_what_the_producer_sent() -> None:
 
 def test_values_of_a_step_are_one_chunk() -> None:
     request = generation()
-    assert request.take() is None
+    assert request.pop_advance() is None
     request.emit("Once")
     assert taken(request) == Advance(7, pack_values(["Once"]), 1)
-    assert request.take() is None
+    assert request.pop_advance() is None
     request.emit(" upon")
     request.emit(" a")
     assert taken(request) == Advance(7, pack_values([" upon", " a"]), 3)
@@ -80,7 +80,7 @@ def test_many_values_of_one_step() -> None:
 def test_only_the_output_is_sent_if_chunks_are_not_wanted() -> None:
     request = generation(is_streamed=False)
     request.emit("a")
-    assert request.take() is None
+    assert request.pop_advance() is None
     request.emit("b")
     request.finish()
     assert taken(request) == Advance(7, b"", 2, pack_values(["ab"]))
@@ -167,7 +167,7 @@ def test_request_without_a_stream_has_the_same_limit_for_its_values() -> None:
     request, _ = limited(8, is_streamed=False)
     request.emit("abc")
     request.emit("def")
-    assert request.take() is None
+    assert request.pop_advance() is None
     request.emit("")
     assert failure(request) == too_large(8)
 

@@ -11,7 +11,7 @@ import pytest
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.model_process.model import LoadedModel, SteppingModel, adapt, load_model
-from carpool_worker.model_process.stepping import GeneratorModel, StepRequest
+from carpool_worker.model_process.stepping.requests import GeneratorModel, StepRequest
 
 
 class Writer:

@@ -129,7 +129,16 @@ def test_batch_has_the_limit_of_results_that_it_names_or_the_default() -> None:
         ModelSettings().max_result_bytes,
     }
     assert default == 64 << 20
-    assert decode_batch(b"9-0", [b"runs", b"\x90", b"max_result_bytes", b"5"], 1).max_result_bytes == 5
+    named = ModelSettings(max_result_bytes=5).for_batches().encode()
+    assert decode_batch(b"9-0", [b"runs", b"\x90", b"settings", named], 1).max_result_bytes == 5
+
+
+def test_batch_of_a_stepping_model_has_all_settings_for_its_worker() -> None:
+    text = ModelSettings(max_batch_size=7, max_execution_ms=9).for_steps()
+    flat = [b"runs", b"\x90", b"settings", text.encode()]
+    batch = decode_batch(b"9-0", [*flat, b"stream", b"0", b"cost", b"1"], 1)
+    assert (batch.settings, batch.max_execution_ms) == (text, 9)
+    assert decode_batch(b"9-0", flat, 1).settings == ""  # a model that does not step had this name
 
 
 def test_batch_leaves_out_entries_that_were_no_longer_in_redis() -> None:

@@ -32,7 +32,7 @@ from carpool_cli.demo.writer_training import (
     train,
 )
 from carpool_worker.model_process.model import SteppingModel, load_model
-from carpool_worker.model_process.stepping import StepRequest
+from carpool_worker.model_process.stepping.requests import StepRequest
 
 TINY = Shape(recent=3, symbols=7, width=8, layers=2, heads=2, window=5)
 LOGIT_TOLERANCE = 1e-3

@@ -15,8 +15,8 @@ from service_processes import CpuMeter
 
 from carpool_worker.model_process.frames import pack_values, unpack_values
 from carpool_worker.model_process.model import SteppingModel, load_model
-from carpool_worker.model_process.step_frames import Admit
-from carpool_worker.model_process.stepper import Stepper
+from carpool_worker.model_process.stepping.frames import Admit
+from carpool_worker.model_process.stepping.stepper import Stepper
 from stepping.heard import Heard, Sent
 from stepping.models import SLOTS, Batches, Steps
 from stepping.workloads import Ask, Window

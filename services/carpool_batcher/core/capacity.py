@@ -18,7 +18,7 @@ the first, and not for the batcher to learn that a batch settled. What such a ba
 time: it settles as if it had been dispatched one usual round trip before its process becomes free.
 
 A deadline is met when the producer has the result, after its transit (`learned.transit`). For deadlines that
-counts as nine of ten are, as the longest ones, or as usual (`core.deferred` says when); otherwise as the
+counts as nine of ten are, as the longest ones, or as usual (`policies.plan` says when); otherwise as the
 median.
 
 Processes that start batches together also finish them together. A request that arrives just after that
@@ -32,22 +32,21 @@ Of a bound model each batch is for one process; `sequences.space` knows whether 
 A process of a stepping model takes as many batches at a time as it has slots, each of one request, and a few
 more that get a slot as soon as one is free. There l(n) is not learned, and all of the above follows from
 `has_capacity`: a batch is dispatched if there is capacity for it.
+
+Why: docs/decisions/0011 and docs/decisions/0012.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
 from heapq import heapreplace
-from typing import Final, NamedTuple
+from typing import Final
 
-from carpool.messages.requests import Producer, Run
+from carpool_batcher.core.in_flight import InFlightBatch
 from carpool_batcher.core.learned.executed_share import ExecutionTimes
-from carpool_batcher.core.learned.lane_latency import LaneLatencies
-from carpool_batcher.core.learned.latency import LatencyModel
-from carpool_batcher.core.learned.transit import Transit
-from carpool_batcher.core.waiting.batch_space import NO_LIMIT
+from carpool_batcher.core.learned.learned import Learned
+from carpool_batcher.core.rules import NO_LIMIT
 
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
@@ -59,45 +58,19 @@ SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each request that is in flight wi
 _LAST_ID: Final = "\uffff"  # after each batch ID
 
 
-class InFlightBatch(NamedTuple):
-    """A batch in flight. `expiring`: its runs with a deadline, by the position of their first request;
-    `arrivals`: when the requests arrived, as (us, number of requests). `runs`: of all but plain models.
-    `cost`: only where each request takes a slot (`Capacity.set_slots`). `process`: of a bound model, the one
-    that executes it. `doubtful`: how many requests the model is not expected to execute. `producers`: those
-    of whom `learned.doubtful_producers` remembers something."""
-
-    dispatched_us: int
-    size: int
-    lane: str
-    expiring: dict[int, Run]
-    arrivals: Sequence[tuple[int, int]] = ()
-    runs: Sequence[Run] = ()
-    cost: int = 0
-    process: str = ""
-    doubtful: int = 0
-    producers: Sequence[Producer] = ()
-
-    @property
-    def executable(self) -> int:
-        """The number of requests that the model is expected to execute."""
-        return self.size - self.doubtful
-
-
 class Capacity:
     """The batches in flight, and how many more the model processes can take, and when. See the module."""
 
-    def __init__(self, processes: int) -> None:
+    def __init__(self, learned: Learned, processes: int) -> None:
         self.processes = processes
         self.in_flight: dict[str, InFlightBatch] = {}  # in the order in which they were dispatched
-        self.learned = 0  # batches from which latencies were learned: what was forecast before may differ
-        self._latencies = LaneLatencies()
+        self._learned = learned
         self._batches_per_process = PROCESS_BATCHES_MAX
         self._cost_per_process: int | None = None  # limit, for requests in slots
         self._cost = 0  # of all in flight and reserved, if there is a limit
         self._reserved: deque[int] = deque()  # the cost of each reserved batch
         self._executing: list[tuple[int, str]] = []  # (expected to settle, batch ID), soonest first
         self._ahead: deque[str] = deque()
-        self.transit = Transit()
         self._mean_size = 0.0
         self._spacing_ends_us = 0
 
@@ -141,39 +114,8 @@ class Capacity:
         if len(self._executing) < self.processes:
             self._start_next()
 
-    def settle(
-        self,
-        batch_id: str,
-        execution_us: int,
-        settled_us: int,
-        executed: int | None = None,
-        waited_us: int = 0,
-    ) -> None:
-        """A batch settled; `executed` of its requests (None: all) took `execution_us` together, after it had
-        waited `waited_us` for a model process.
-
-        If either of the first two is 0 its execution was not a normal one: nothing is learned from it but the
-        turnaround.
-        """
-        batch = self.in_flight.get(batch_id)
-        if batch is None:
-            return
-        self.learned += 1
-        turnaround_us = settled_us - batch.dispatched_us
-        size = batch.size if executed is None else executed
-        is_normal = size > 0 and execution_us > 0
-        self._latencies.observe(
-            batch.lane, size, turnaround_us, execution_us if is_normal else None, settled_us
-        )
-        if is_normal:
-            if batch.executable:
-                self._latencies.observe_share(batch.lane, batch.executable, min(size, batch.executable))
-            round_trip_us = turnaround_us - execution_us - waited_us
-            self.transit.observe_round_trip(batch.size, round_trip_us, batch.dispatched_us, settled_us)
-        self.forget(batch_id, settled_us)
-
-    def forget(self, batch_id: str, now_us: int) -> None:
-        """A batch is no longer in flight. Nothing is learned from it."""
+    def end(self, batch_id: str, now_us: int) -> None:
+        """A batch is no longer in flight."""
         batch = self.in_flight.pop(batch_id, None)
         if batch is None:
             return
@@ -195,7 +137,7 @@ class Capacity:
         self._spacing_ends_us = 0
         if self.processes < 2:
             return
-        times = self.times_of(batch.lane)
+        times = self._learned.times_of(batch.lane)
         execution_us = times.of(round(self._mean_size))
         if not execution_us:
             return
@@ -212,7 +154,7 @@ class Capacity:
         """
         if self._ahead:
             batch_id = self._ahead.popleft()
-            start_us = max(free_us, self.in_flight[batch_id].dispatched_us + self.round_trip_us)
+            start_us = max(free_us, self.in_flight[batch_id].dispatched_us + self._learned.round_trip_us)
             insort(self._executing, (start_us + self._execution_us(batch_id), batch_id))
 
     # --- when a batch may be dispatched --------------------------------------------------------------------
@@ -228,14 +170,14 @@ class Capacity:
 
     def left(self) -> tuple[int, int]:
         """How many batches that cannot grow may be dispatched, and what they may cost together."""
-        batches = self._batches_per_process * self.processes - self._taken()
+        batches = self._batches_per_process * self.processes - self._occupied()
         limit = self._cost_per_process
         return batches, NO_LIMIT if limit is None else limit * self.processes - self._cost
 
     def idle_processes(self, now_us: int) -> int:
         """How many processes could execute a batch dispatched now without delay. O(log processes)."""
-        finished = bisect_right(self._executing, (now_us + self.lead_us, _LAST_ID))
-        return max(0, self.processes - self._taken() + finished)
+        finished = bisect_right(self._executing, (now_us + self._learned.lead_us, _LAST_ID))
+        return max(0, self.processes - self._occupied() + finished)
 
     def free_at_us(self, now_us: int, *, is_full: bool = False) -> int | None:
         """From when on a batch that can still grow may be dispatched; with `is_full`, one that cannot.
@@ -243,11 +185,11 @@ class Capacity:
         `now_us` if a process is idle, or else `lead_us` before the last batch of one settles, or FULL_LEADS
         times as long before. None if that is unknown until a batch settles.
         """
-        taken = self._taken()
+        taken = self._occupied()
         if taken < self.processes:
             return now_us
         batches_max = FULL_BATCHES_MAX if is_full else PROCESS_BATCHES_MAX
-        if not self.latency.known or taken >= batches_max * self.processes:
+        if not self._learned.latency.known or taken >= batches_max * self.processes:
             return None
         before = self._before_next()
         if before is None:
@@ -256,12 +198,17 @@ class Capacity:
         executing_us, executing_id = self._executing[ahead if ahead < len(self._executing) else 0]
         if now_us > executing_us + self._tolerance_us(executing_id):
             return None  # it takes longer than expected, and it is unknown how much longer
-        return before[0] - self.lead_us * (FULL_LEADS if is_full else 1)
+        return before[0] - self._learned.lead_us * (FULL_LEADS if is_full else 1)
+
+    def is_early(self, now_us: int, *, is_full: bool = False) -> bool:
+        """Whether it is too early to dispatch a batch that can grow; with `is_full`, one that cannot."""
+        free_at_us = self.free_at_us(now_us, is_full=is_full)
+        return free_at_us is None or free_at_us > now_us
 
     def _before_next(self) -> tuple[int, str] | None:
         """The batch for which the next one to be dispatched has to wait, and when it is expected to settle;
         None if that is unknown. No process may be idle. O(1) for the first batch ahead of each process."""
-        ahead = self._taken() - self.processes
+        ahead = self._occupied() - self.processes
         if ahead < len(self._executing):
             return self._executing[ahead]  # processes that are free earlier have a batch ahead already
         if self._reserved or not self.processes or len(self._executing) < self.processes:
@@ -274,73 +221,31 @@ class Capacity:
     def starts_us(self, now_us: int) -> int:
         """A batch that is dispatched now settles as if it were dispatched at this time: later than now, if it
         has to wait for a process that is still busy."""
-        before = None if self._taken() < self.processes else self._before_next()
-        return now_us if before is None else max(now_us, before[0] - self.round_trip_us)
+        before = None if self._occupied() < self.processes else self._before_next()
+        return now_us if before is None else max(now_us, before[0] - self._learned.round_trip_us)
 
     def free_times_us(self, now_us: int) -> list[int]:
         """For each process, when to dispatch a batch that need not wait, after those dispatched ahead."""
         settle_us = [settles_us for settles_us, _ in self._executing[: self.processes]]
         for batch_id in self._ahead if settle_us else ():  # sorted, and so a heap
             heapreplace(settle_us, settle_us[0] + self._execution_us(batch_id))
-        busy = [max(now_us, settles_us - self.round_trip_us) for settles_us in settle_us]
+        busy = [max(now_us, settles_us - self._learned.round_trip_us) for settles_us in settle_us]
         return busy + [now_us] * (self.processes - len(busy))
 
     def spacing_ends_us(self) -> int:
         """From when on a batch without any hurry may be dispatched, for even spacing; 0: at any time."""
         return self._spacing_ends_us
 
-    def begin_trial(self, lane: str, now_us: int) -> bool:
-        """Whether to dispatch a batch of a lane although none of its requests can be in time, to learn its
-        latency (`learned.lane_latency`). O(batches in flight)."""
-        if any(batch.lane == lane for batch in self.in_flight.values()):
-            return False
-        return self._latencies.begin_trial(lane, now_us)
-
-    # --- what was learned ----------------------------------------------------------------------------------
-
-    @property
-    def round_trip_us(self) -> int:
-        """The median time from dispatch to settled, less the execution."""
-        return self.transit.round_trips.median_us
-
-    @property
-    def lead_us(self) -> int:
-        """How long before a batch settles the next one is dispatched to its process."""
-        return self.transit.round_trips.at_most_us
-
-    @property
-    def latency(self) -> LatencyModel:
-        """l(n) over all lanes."""
-        return self._latencies.all_lanes.latency
-
-    def times_of(self, lane: str) -> ExecutionTimes:
-        """How long batches of a lane are expected to take; those of all lanes while too little is known."""
-        return self._latencies.of(lane).times
-
-    def expected_us(self, lane: str, executable: int) -> int:
-        """How long a batch of a lane is expected to take of which the model executes `executable`
-        requests."""
-        return self.times_of(lane).of(executable) if executable else 0
-
-    def turnaround_us(self, lane: str) -> float:
-        """How long a batch of a lane recently took from dispatch to settled."""
-        return self._latencies.of(lane).turnaround_us
-
-    @property
-    def turnaround_all_us(self) -> float:
-        """How long a batch of any lane recently took from dispatch to settled."""
-        return self._latencies.all_lanes.turnaround_us
-
     def _execution_us(self, batch_id: str) -> int:
         """The expected execution time of a batch in flight."""
         batch = self.in_flight[batch_id]
-        return self.expected_us(batch.lane, batch.executable)
+        return self._learned.expected_us(batch.lane, batch.executable)
 
     def _tolerance_us(self, batch_id: str) -> int:
         """How late a batch may be while it is still expected to settle at any moment."""
-        return self.round_trip_us + self.times_of(self.in_flight[batch_id].lane).at_most(1)
+        return self._learned.round_trip_us + self._learned.times_of(self.in_flight[batch_id].lane).at_most(1)
 
-    def _taken(self) -> int:
+    def _occupied(self) -> int:
         return len(self.in_flight) + len(self._reserved)
 
 

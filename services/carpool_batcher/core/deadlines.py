@@ -7,6 +7,8 @@ released by who carries out what became of the run (`Scheduler.launch`, `EntryTa
 
 Each run is looked at once for its timer, and once for each time that it is set anew. So the cost is linear,
 however many lanes and deadlines an entry has.
+
+Why: docs/decisions/0017 and docs/decisions/0023.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from typing import Final, NamedTuple
 
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages.requests import Run
-from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import Decision, Expire, refusal
+from carpool_batcher.core.learned.learned import Learned
+from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.waiting.queue import Queue
 
 TURNAROUND_LEAD_RATIO: Final = 1.5  # urgent: this many turnarounds (dispatch to settled) before the deadline,
@@ -46,11 +49,13 @@ class BatchTimer(NamedTuple):
 
 
 class Deadlines:
-    """The timers of all runs with a deadline. Whether a run still waits is up to the Queue."""
+    """The timers of all runs with a deadline."""
 
-    def __init__(self, queue: Queue, capacity: Capacity) -> None:
+    def __init__(self, rules: Rules, queue: Queue, capacity: Capacity, learned: Learned) -> None:
+        self._rules = rules
         self._queue = queue
         self._capacity = capacity
+        self._learned = learned
         self._timers: list[tuple[int, int, RunTimer | BatchTimer]] = []  # a heap
         self._numbers = count()
         self._latest: RunTimer | None = None  # set by `watch`: the next run may share it
@@ -63,11 +68,11 @@ class Deadlines:
 
     # --- setting timers ------------------------------------------------------------------------------------
 
-    def watch(self, run: Run, deadline_us: int, settings: ModelSettings, now_us: int) -> None:
+    def watch(self, run: Run, deadline_us: int, now_us: int) -> None:
         """Set a timer for a waiting run: for its deadline, or, if batches are delayed, for when it is
         urgent."""
         at_us = deadline_us
-        if settings.max_queue_delay_ms:
+        if self._rules.has_queue_delay:
             at_us = max(now_us, self._urgent_at_us(run.lane, deadline_us))
         latest = self._latest
         is_same = latest is not None and latest.at_us == at_us and latest.deadline_us == deadline_us
@@ -77,21 +82,19 @@ class Deadlines:
             self._latest = timer = RunTimer(at_us, deadline_us, [run])
             self._set(timer)
 
-    def watch_all_again(self, settings: ModelSettings) -> None:
+    def watch_all_again(self) -> None:
         """Set the timers of all waiting runs anew, because from now on batches are delayed."""
         self._timers = [item for item in self._timers if type(item[2]) is BatchTimer]
         heapq.heapify(self._timers)
         self._latest = None
-        self.watch_again(self._queue.runs(), settings)
+        self.watch_again(self._queue.runs())
 
-    def watch_again(self, runs: Iterable[Run], settings: ModelSettings) -> None:
+    def watch_again(self, runs: Iterable[Run]) -> None:
         """Set timers for those of these runs that wait; they may have others. Of a sequence: for its new
         head, which could not be urgent as a follower."""
         for run in runs:
-            if run.deadline_us is None or run not in self._queue:
-                continue
-            if not self._queue.has_expired(run):
-                self.watch(run, run.deadline_us, settings, 0)
+            if run.deadline_us is not None and run.waits_in is not None and not run.is_late:
+                self.watch(run, run.deadline_us, 0)
 
     def watch_batch(self, batch_id: str, expiring: Mapping[int, Run]) -> None:
         """Set a timer for a batch in flight, at the earliest deadline of these runs."""
@@ -99,7 +102,7 @@ class Deadlines:
             self._set(BatchTimer(min(run.deadline_us or 0 for run in expiring.values()), batch_id))
 
     def _urgent_at_us(self, lane: str, deadline_us: int) -> int:
-        return deadline_us - int(TURNAROUND_LEAD_RATIO * self._capacity.turnaround_us(lane)) - LEAD_US_MIN
+        return deadline_us - int(TURNAROUND_LEAD_RATIO * self._learned.turnaround_us(lane)) - LEAD_US_MIN
 
     def _set(self, timer: RunTimer | BatchTimer) -> None:
         heapq.heappush(self._timers, (timer.at_us, next(self._numbers), timer))
@@ -116,7 +119,7 @@ class Deadlines:
         amortised."""
         for _, _, timer in self._timers:
             if type(timer) is RunTimer:
-                timer.runs[:] = [run for run in timer.runs if run in self._queue]
+                timer.runs[:] = [run for run in timer.runs if run.waits_in is not None]
         self._timers = [item for item in self._timers if self._has_effect(item[2])]
         heapq.heapify(self._timers)
         self._latest = None
@@ -127,13 +130,13 @@ class Deadlines:
             return timer.batch_id in self._capacity.in_flight
         assert type(timer) is RunTimer
         runs = timer.runs
-        while runs and runs[-1] not in self._queue:
+        while runs and runs[-1].waits_in is None:
             runs.pop()
         return bool(runs)
 
     # --- timers that are due -------------------------------------------------------------------------------
 
-    def run_due(self, settings: ModelSettings, now_us: int) -> Generator[None, None, list[Decision]]:
+    def run_due(self, now_us: int) -> Generator[None, None, list[Decision]]:
         """Handle the timers that are due by now, in pieces of a timer. If these are very many, only some of
         them: see `has_due`."""
         decisions: list[Decision] = []
@@ -145,7 +148,7 @@ class Deadlines:
                 decisions += self._check_batch(timer.batch_id, now_us)
             elif type(timer) is RunTimer:
                 self._forget_latest(timer)
-                decisions += self._check_runs(timer, settings, now_us)
+                decisions += self._check_runs(timer, now_us)
                 if len(timer.runs) > PIECE_RUNS or not handled % PIECE_RUNS:
                     yield
         return decisions
@@ -164,12 +167,12 @@ class Deadlines:
         self.watch_batch(batch_id, batch.expiring)
         return expired
 
-    def _check_runs(self, timer: RunTimer, settings: ModelSettings, now_us: int) -> list[Decision]:
+    def _check_runs(self, timer: RunTimer, now_us: int) -> list[Decision]:
         """Mark those of these runs that wait as urgent, or expire them if they are past their deadline."""
         # A head of a sequence may be there twice, and the second time it waits no more.
-        in_time = (run for run in timer.runs if run in self._queue and not self._queue.has_expired(run))
+        in_time = (run for run in timer.runs if run.waits_in is not None and not run.is_late)
         if timer.deadline_us <= now_us:
-            return [decision for run in in_time for decision in self._expire(run, settings)]
+            return [decision for run in in_time for decision in self._expire(run)]
         urgent = list(in_time)
         for run in urgent:
             self._queue.mark_urgent(run)
@@ -177,8 +180,8 @@ class Deadlines:
             self._set(RunTimer(timer.deadline_us, timer.deadline_us, urgent))
         return []
 
-    def _expire(self, run: Run, settings: ModelSettings) -> list[Decision]:
-        if settings.delays_expired(run.priority):
+    def _expire(self, run: Run) -> list[Decision]:
+        if self._rules.served_late[run.priority]:
             self._queue.move_expired(run)
             return []
         awaited = self._queue.awaited(run)

@@ -2,33 +2,30 @@
 
 `waiting.queue` holds the waiting runs, and `core.capacity` knows when processes are free. Here is the index
 of lanes by when they have a batch: it follows the lanes that changed, and is made anew when settings change.
+
+Why: docs/decisions/0053.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from carpool.errors import DEADLINE_EXCEEDED, INTERNAL
 from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Run
-from carpool.messages.results import Refusal
-from carpool.model_settings import ModelSettings
 from carpool_batcher.core.capacity import Capacity
-from carpool_batcher.core.custom import CustomPolicy
-from carpool_batcher.core.decisions import Decision, refusal
-from carpool_batcher.core.deferred import ArrivalRate, Forecast, is_efficient, latest_start_us, plan
+from carpool_batcher.core.decisions import Decision
 from carpool_batcher.core.learned.doubtful_producers import executable_size
+from carpool_batcher.core.learned.learned import Learned
+from carpool_batcher.core.policies.custom import Custom, CustomPolicy
+from carpool_batcher.core.policies.deferred import Deferred
+from carpool_batcher.core.policies.eager import Eager
+from carpool_batcher.core.rules import BatchLimits, Rules
 from carpool_batcher.core.sequences.space import Processes
-from carpool_batcher.core.waiting.batch_space import BatchLimits
-from carpool_batcher.core.waiting.fairness import Shares, Slice
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane, PoppedBatch
-from carpool_batcher.core.waiting.lane_index import ANY_TIME_US, Claim, Gate, LaneIndex
+from carpool_batcher.core.waiting.lane_index import Claim, Gate, LaneIndex
 from carpool_batcher.core.waiting.queue import Queue
 
-# How many waiting requests a plan considers one by one, in batches of the largest size; and as batches, for
-# each process.
-PLANNED_BATCHES_MAX: Final = 4
 LANES_UPDATED_MAX: Final = 16  # for each batch from which something was learned
 CONTENDING: Final = (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)  # batches that have to wait for capacity
 
@@ -36,45 +33,57 @@ CONTENDING: Final = (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)  # batches t
 class Dispatcher:
     """Forms the batches that are dispatched now, and says when to ask again."""
 
-    def __init__(self, queue: Queue, capacity: Capacity, processes: Processes) -> None:
+    def __init__(
+        self, rules: Rules, queue: Queue, capacity: Capacity, learned: Learned, processes: Processes
+    ) -> None:
+        self._rules = rules
         self._queue = queue
         self._capacity = capacity
+        self._learned = learned
         self._processes = processes
         self._index = LaneIndex(queue.turns)
-        self._arrivals = ArrivalRate()
-        self._indexed_settings: ModelSettings | None = None
+        self._eager = Eager(rules, queue)
+        self._deferred = Deferred(rules, queue, capacity, learned)
+        self._policy = self._eager
+        self._is_index_outdated = True  # the claims of all lanes are
         self._indexed_learned = 0
         self._outdated: list[str] = []  # lanes whose claims are still to be updated with what was learned
-        self._is_put_off = False  # until a process is free, full batches wait as others do
         self._overtaken = 0  # batches dispatched before one that came first, but had to wait for a process
         self._is_held_up = False  # full batches wait until that one is dispatched
 
-    def dispatch(self, settings: ModelSettings, custom: CustomPolicy | None, now_us: int) -> list[Decision]:
+    def choose_policy(self, custom: CustomPolicy | None) -> None:
+        """The rules or the custom policy changed."""
+        if custom is not None:
+            self._policy = Custom(self._rules, self._queue, custom)
+        else:
+            self._policy = self._deferred if self._rules.policy == "deferred" else self._eager
+        self._is_index_outdated = True
+
+    def dispatch(self, now_us: int) -> list[Decision]:
         """The batches to dispatch now, those with the strongest claim first, and the requests to refuse."""
         decisions: list[Decision] = []
-        self._update_index(settings, now_us)
-        self._is_put_off = self._is_put_off and self._is_early(now_us)
+        self._update_index(now_us)
         self._is_held_up = False
-        while self._queue.count and (gates := self._open_gates(settings, now_us)):
-            claim, overtakes = self._next_claim(gates, settings, now_us)
+        while self._queue.count and (gates := self._open_gates(now_us)):
+            claim, overtakes = self._next_claim(gates, now_us)
             if claim is None:
                 break
             gate = self._index.gate_of(claim)
-            formed = self._form(self._queue.lanes[claim.lane], claim.reason, settings, custom, now_us)
+            formed = self._form(self._queue.lanes[claim.lane], claim.reason, now_us)
             decisions += formed
             if overtakes:
                 self._overtaken += sum(type(decision) is Dispatch for decision in formed)
             elif gate in (Gate.FREE, Gate.SPACED):
                 self._overtaken = 0
-            self._update_index(settings, now_us)
+            self._update_index(now_us)
         return decisions
 
-    def wake_at_us(self, settings: ModelSettings, now_us: int) -> int | None:
+    def wake_at_us(self, now_us: int) -> int | None:
         """When a batch could be dispatched by time alone; None if not before something happens."""
-        full_at_us = self._capacity.free_at_us(now_us, is_full=self._may_be_early(settings))
+        full_at_us = self._capacity.free_at_us(now_us, is_full=self._policy.may_be_early)
         if full_at_us is None or not self._queue.undelayed:
             return None
-        self._update_index(settings, now_us)
+        self._update_index(now_us)
         free_at_us = self._capacity.free_at_us(now_us)
         if free_at_us is None:
             free_at_us = NEVER_US
@@ -86,27 +95,25 @@ class Dispatcher:
         wake_us = min(full_at_us, max(free_at_us, min(ready_at_us, spaced_at_us)))
         return None if wake_us == NEVER_US else wake_us
 
-    def earliest_dispatch_us(self, settings: ModelSettings, now_us: int) -> int:
+    def earliest_dispatch_us(self, now_us: int) -> int:
         """Before this no batch needs to be dispatched, whatever arrives; NEVER_US: not before one settles.
 
         A batch that becomes full may be dispatched before that, to wait at a busy process: where that may
         happen soon, or where it is unknown for how long the process is busy, it is `now_us`.
         """
-        if self._capacity.has_capacity() and self._may_go_ahead_soon(settings):
+        if self._capacity.has_capacity() and self._may_go_ahead_soon():
             return now_us
-        at_us = self._capacity.free_at_us(now_us, is_full=self._may_be_early(settings))
+        at_us = self._capacity.free_at_us(now_us, is_full=self._policy.may_be_early)
         return NEVER_US if at_us is None else at_us
 
-    def oldest_arrival_us(self, settings: ModelSettings, now_us: int) -> int | None:
+    def oldest_arrival_us(self, now_us: int) -> int | None:
         """When the oldest waiting request arrived; None if none waits."""
-        self._update_index(settings, now_us)
+        self._update_index(now_us)
         return self._index.oldest_arrival_us()
 
     # --- when, and why -------------------------------------------------------------------------------------
 
-    def _next_claim(
-        self, gates: Sequence[Gate], settings: ModelSettings, now_us: int
-    ) -> tuple[Claim | None, bool]:
+    def _next_claim(self, gates: Sequence[Gate], now_us: int) -> tuple[Claim | None, bool]:
         """The claim of the next batch, of those behind these gates; and whether it overtakes one that comes
         first, but has to wait until a process is free.
 
@@ -114,7 +121,7 @@ class Dispatcher:
         one ahead of each process at any time, none would ever be free. Nor does it wait for even spacing.
         """
         while (claim := self._index.first(CONTENDING, now_us)) is not None:
-            if not self._is_current(claim, settings, now_us):
+            if not self._is_current(claim, now_us):
                 continue
             gate = self._index.gate_of(claim)
             if gate in gates:
@@ -125,42 +132,41 @@ class Dispatcher:
                 self._is_held_up = True
                 return None, False
             full = self._index.first(gates, now_us)
-            if full is None or self._is_current(full, settings, now_us):
+            if full is None or self._is_current(full, now_us):
                 return full, True
         return None, False
 
-    def _open_gates(self, settings: ModelSettings, now_us: int) -> Sequence[Gate]:
+    def _open_gates(self, now_us: int) -> Sequence[Gate]:
         ahead = (Gate.AHEAD,) if self._capacity.has_capacity() else ()
-        if self._is_early(now_us, is_full=self._may_be_early(settings)):
+        if self._capacity.is_early(now_us, is_full=self._policy.may_be_early):
             return ahead
         if not ahead:
             return (Gate.FULL,)
-        if self._is_early(now_us):
+        if self._capacity.is_early(now_us):
             return (Gate.AHEAD, Gate.FULL)
         if self._capacity.spacing_ends_us() > now_us:
             return (Gate.AHEAD, Gate.FULL, Gate.FREE)
         return (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)
 
-    def _update_index(self, settings: ModelSettings, now_us: int) -> None:
+    def _update_index(self, now_us: int) -> None:
         """Follow the lanes that changed. What was learned since concerns all lanes, but only if deferred."""
         queue, index = self._queue, self._index
-        if settings.policy == "deferred":
-            self._arrivals.observe(queue.arrived, now_us, self._capacity.turnaround_all_us)
-        learned = self._capacity.learned if settings.policy == "deferred" else 0
+        self._policy.observe(now_us)
+        learned = self._learned.batches if self._policy.forecasts else 0
         changed: Iterable[str] = queue.changed
-        if settings is not self._indexed_settings:
+        if self._is_index_outdated:
             changed = queue.changed | queue.lanes.keys()
         elif learned != self._indexed_learned:
             changed = queue.changed | self._next_outdated(
                 LANES_UPDATED_MAX * (learned - self._indexed_learned)
             )
-        self._indexed_settings, self._indexed_learned = settings, learned
+        self._is_index_outdated, self._indexed_learned = False, learned
         for name in changed:
             lane = queue.lanes.get(name)
             if lane is None or not lane.count:
                 index.remove(name)
             else:
-                index.put(*self._claim(lane, settings, now_us), lane, now_us)
+                index.put(*self._claim(lane, now_us), lane, now_us)
         queue.changed.clear()
 
     def _next_outdated(self, count: int) -> set[str]:
@@ -179,242 +185,65 @@ class Dispatcher:
         del self._outdated[-count:]
         return next_lanes
 
-    def _is_current(self, claim: Claim, settings: ModelSettings, now_us: int) -> bool:
+    def _is_current(self, claim: Claim, now_us: int) -> bool:
         """Whether a lane's claim accounts for all that was learned; if not, it is updated."""
-        if settings.policy != "deferred":
+        if not self._policy.forecasts:
             return True
         lane = self._queue.lanes[claim.lane]
-        gate, current = self._claim(lane, settings, now_us)
+        gate, current = self._claim(lane, now_us)
         self._index.put(gate, current, lane, now_us)
         return current == claim
 
-    def _claim(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[Gate, Claim]:
-        ready_at_us, reason = self._ready_at_us(lane, settings, now_us)
-        gate = Gate.FREE
-        if lane.process and self._processes.is_busy(lane.process):
-            gate = Gate.BUSY
-        elif reason == "full" and settings.policy != "deferred":
-            gate = Gate.AHEAD  # it cannot grow. Under `deferred` it could be late if it is ahead for long
-        elif reason == "full":
-            gate = Gate.FULL
-        elif reason == "idle":
-            gate = Gate.SPACED
+    def _claim(self, lane: Lane, now_us: int) -> tuple[Gate, Claim]:
+        ready_at_us, reason = self._policy.ready(lane, now_us)
+        is_busy = lane.process and self._processes.is_busy(lane.process)
+        gate = Gate.BUSY if is_busy else self._policy.gate(reason)
         return gate, Claim(lane.name, lane.head()[1], reason, ready_at_us)
-
-    def _ready_at_us(self, lane: Lane, settings: ModelSettings, now_us: int) -> tuple[int, DispatchReason]:
-        """When a batch of a lane is ready, and the reason. The lane must not be empty."""
-        if self._queue.has_full_batch(lane, settings):
-            return ANY_TIME_US, "full"
-        if settings.preferred_batch_sizes and _preferred_size(lane, settings):
-            return ANY_TIME_US, "preferred"
-        if lane.urgent:
-            return ANY_TIME_US, "deadline"
-        delay_ends_us = lane.head()[1] + int(settings.max_queue_delay_ms * 1000)
-        if not self._is_deferred(lane, settings):
-            return delay_ends_us, "delay" if settings.max_queue_delay_ms else "idle"
-        forecast = self._forecast(lane, settings)
-        size = max(1, lane.executable)
-        if is_efficient(forecast.times, size, settings.max_batch_size, self._gap_us(lane, now_us)):
-            return ANY_TIME_US, "efficient"
-        start_us = latest_start_us(forecast, lane.earliest_due_us(_target_us(settings)), size)
-        if settings.max_queue_delay_ms and delay_ends_us < start_us:
-            return delay_ends_us, "delay"
-        return start_us, "deadline"
-
-    def _gap_us(self, lane: Lane, now_us: int) -> float:
-        """How long all idle processes together wait for one more request of a lane."""
-        lane_ratio = lane.count / (
-            self._queue.count - self._queue.delayed.requests
-        )  # of the arrivals, as of those that wait
-        return self._arrivals.gap_us / lane_ratio * max(1, self._capacity.idle_processes(now_us))
-
-    def _is_deferred(self, lane: Lane, settings: ModelSettings) -> bool:
-        """Whether the policy is `deferred`, and both l(n) and a due time are known."""
-        if settings.policy != "deferred" or not self._capacity.latency.known:
-            return False
-        return lane.earliest_due_us(_target_us(settings)) != NEVER_US
-
-    def _forecast(self, lane: Lane, settings: ModelSettings) -> Forecast:
-        """What is known of a lane's batches, without when processes are free."""
-        transit = self._capacity.transit.by_size
-        times = self._capacity.times_of(lane.label)
-        return Forecast(times, settings.max_batch_size, transit, transit.at_most_us)
 
     # --- forming a batch -----------------------------------------------------------------------------------
 
-    def _form(
-        self,
-        lane: Lane,
-        reason: DispatchReason,
-        settings: ModelSettings,
-        custom: CustomPolicy | None,
-        now_us: int,
-    ) -> list[Decision]:
-        """Dispatch a batch of a lane that is ready, or refuse requests of it.
-
-        After a refusal no batch is dispatched yet: the lane is looked at again, because the other requests
-        may have time to wait, and the fair turns have changed. If it is early, and only a part of a full
-        batch would be in time, nothing is decided yet: others may arrive that can take part.
-        """
-        if custom is not None:
-            return self._form_custom(lane, reason, settings, custom)
-        if settings.max_batch_size == 1 and settings.policy != "deferred" and not lane.process:
-            # Each is full, so that nothing but capacity decides how many are dispatched.
-            return self._dispatch_singly(lane, reason, settings)
-        size = _preferred_size(lane, settings) if reason == "preferred" else settings.max_batch_size
-        if not lane.executable or not self._is_deferred(lane, settings):
-            return [self._dispatch_from(lane, reason, size, settings)]
-        forecast, starts_us = self._forecast(lane, settings), self._capacity.starts_us(now_us)
-        size_max = min(lane.executable, settings.max_batch_size)
-        if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(_target_us(settings)):
-            return [self._dispatch_from(lane, reason, size, settings)]  # all are in time: no plan is needed
-        shares = self._queue.shares(settings)
-        slices = list(_planned_front(lane, shares, PLANNED_BATCHES_MAX * size))
-        if not slices:
-            return [self._dispatch_from(lane, reason, size, settings)]
-        forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
-        deadlines_us: list[int] = []
-        for run, _, count in slices:
-            deadlines_us += [_strict_deadline_us(run, lane, settings)] * count
-        ahead_max = PLANNED_BATCHES_MAX * size * max(1, len(forecast.free_times_us))
-        behind = min(lane.executable, ahead_max) - len(deadlines_us)
-        planned = plan(forecast, deadlines_us, starts_us, behind)
-        if planned.size < size_max and self._is_early(now_us):
-            self._is_put_off = True
-            return []
-        if not planned.size and self._capacity.begin_trial(lane.label, now_us):
-            return [self._dispatch_from(lane, reason, size, settings)]
-        if planned.refused:
-            return [self._refuse_early(run, now_us) for run in self._take(slices, planned.refused)]
-        length = _length_with_doubtful(lane, shares, planned.size, size)
-        return [self._dispatch_from(lane, reason, length, settings)]
-
-    def _may_be_early(self, settings: ModelSettings) -> bool:
-        """Whether a full batch may be dispatched earlier than others."""
-        return settings.policy == "deferred" and not self._is_put_off
-
-    def _may_go_ahead_soon(self, settings: ModelSettings) -> bool:
-        """Whether a batch may soon be full, and is to be dispatched ahead of a busy process then."""
-        if settings.policy == "deferred":
-            return False
-        is_half_full = 2 * (self._queue.undelayed + 1) > settings.max_batch_size
-        return is_half_full or settings.max_batch_cost is not None or not self._capacity.latency.known
-
-    def _is_early(self, now_us: int, *, is_full: bool = False) -> bool:
-        """Whether it is too early to dispatch a batch, or a full one."""
-        free_at_us = self._capacity.free_at_us(now_us, is_full=is_full)
-        return free_at_us is None or free_at_us > now_us
-
-    def _form_custom(
-        self, lane: Lane, reason: DispatchReason, settings: ModelSettings, custom: CustomPolicy
-    ) -> list[Decision]:
-        """Dispatch the requests that a user's policy includes, or refuse those for which it raised."""
-        slices = self._queue.peek_batch(lane, settings)
-        requests = [request for run, start, count in slices for request in run.requests(start, start + count)]
-        formed = custom.form(requests)
-        decisions: list[Decision] = [
-            refusal(run, INTERNAL, "policy", formed.detail) for run in self._take(slices, formed.failed)
-        ]
-        if formed.size:
-            decisions.append(self._dispatch_from(lane, reason, formed.size, settings))
+    def _form(self, lane: Lane, reason: DispatchReason, now_us: int) -> list[Decision]:
+        """Dispatch a batch of a lane that is ready, or refuse requests of it."""
+        if self._rules.batch.size == 1 and self._policy.is_full_final and not lane.process:
+            return self._dispatch_singly(lane, reason)  # each is full, so that only capacity decides how many
+        size, refusals = self._policy.form(lane, reason, now_us)
+        decisions: list[Decision] = list(refusals)
+        if size:
+            decisions.append(self._to_dispatch(lane, reason, self._queue.pop_batch(lane, size)))
         return decisions
 
-    def _take(self, slices: Sequence[Slice], indexes: Iterable[int]) -> list[Run]:
-        """Remove the requests at these indexes, counted over all slices, and return them as runs."""
-        requests = [(run, at) for run, start, count in slices for at in range(start, start + count)]
-        by_run: dict[Run, list[int]] = {}
-        for index in indexes:
-            run, at = requests[index]
-            by_run.setdefault(run, []).append(at)
-        return [self._queue.take(run, sorted(at)) for run, at in by_run.items()]
+    def _may_go_ahead_soon(self) -> bool:
+        """Whether a batch may soon be full, and is to be dispatched ahead of a busy process then."""
+        if self._policy.full_gate is not Gate.AHEAD:
+            return False
+        is_half_full = 2 * (self._queue.undelayed + 1) > self._rules.batch.size
+        return is_half_full or self._rules.has_batch_cost or not self._learned.latency.known
 
-    def _refuse_early(self, run: Run, now_us: int) -> Refusal:
-        remaining_ms = ((run.deadline_us or 0) - now_us) / 1000
-        detail = f"refused early: the {remaining_ms:.0f} ms before its deadline are not enough to execute it"
-        return refusal(run, DEADLINE_EXCEEDED, "early", detail)
-
-    def _dispatch_from(
-        self, lane: Lane, reason: DispatchReason, size: int, settings: ModelSettings
-    ) -> Dispatch:
-        """Take the next batch of a lane, of at most `size` requests, and reserve capacity for it."""
-        return self._to_dispatch(lane, reason, self._queue.pop_batch(lane, size, settings), settings)
-
-    def _dispatch_singly(self, lane: Lane, reason: DispatchReason, settings: ModelSettings) -> list[Decision]:
+    def _dispatch_singly(self, lane: Lane, reason: DispatchReason) -> list[Decision]:
         """Take requests of the next run of a lane, each for a batch by itself: as many as there is capacity
         for, in one turn of their tenant. They arrived together, so no other request comes between them, and
         to decide on each of them costs several times as much."""
         batches, cost = self._capacity.left()
-        (run,), expired = self._queue.pop_run(lane, BatchLimits(batches, cost), settings)
-        return [
-            self._to_dispatch(lane, reason, PoppedBatch([one], expired), settings) for one in run.separate()
-        ]
+        (run,), expired = self._queue.pop_run(lane, BatchLimits(batches, cost))
+        return [self._to_dispatch(lane, reason, PoppedBatch([one], expired)) for one in run.separate()]
 
-    def _to_dispatch(
-        self, lane: Lane, reason: DispatchReason, popped: PoppedBatch, settings: ModelSettings
-    ) -> Dispatch:
+    def _to_dispatch(self, lane: Lane, reason: DispatchReason, popped: PoppedBatch) -> Dispatch:
         """Dispatch these, and reserve capacity for them."""
         runs, expired = popped
         first_expired = len(runs) - expired
         undated = frozenset(
-            run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, settings)
+            run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, self._rules)
         )
-        self._capacity.reserve(sum([run.cost * len(run) for run in runs]) if settings.max_batch_cost else 0)
-        expected_us = self._capacity.expected_us(lane.label, executable_size(runs))
+        self._capacity.reserve(
+            sum([run.cost * len(run) for run in runs]) if self._rules.has_batch_cost else 0
+        )
+        expected_us = self._learned.expected_us(lane.label, executable_size(runs))
         if lane.process:
             self._processes.begin_batch(lane.process)
             self._queue.look_again(lane.process)
         return Dispatch(runs, reason, lane.label, undated, expected_us, lane.process)
 
 
-def _planned_front(lane: Lane, shares: Shares, size: int) -> Iterator[Slice]:
-    """The first `size` requests of a lane that the model is expected to execute, in order. Not those behind
-    more than `size` others: these may be any number."""
-    others = size
-    for one in lane.in_order(shares):
-        if one.run.is_doubtful:
-            others -= one.size
-        else:
-            yield one._replace(size=min(one.size, size))
-            size -= one.size
-        if size <= 0 or others < 0:
-            return
-
-
-def _length_with_doubtful(lane: Lane, shares: Shares, executable: int, length_max: int) -> int:
-    """The length of a batch that has `executable` requests that the model is expected to execute, and those
-    between them and right behind them that it is not; at most `length_max`."""
-    if not lane.doubtful:
-        return min(executable, length_max)
-    length = 0
-    for run, _, count in lane.in_order(shares):
-        if not run.is_doubtful:
-            if count > executable:
-                return min(length + executable, length_max)
-            executable -= count
-        length += count
-        if length >= length_max:
-            return length_max
-    return length
-
-
-def _preferred_size(lane: Lane, settings: ModelSettings) -> int:
-    """The largest preferred size that a lane can fill; 0 if none."""
-    return max((size for size in settings.preferred_batch_sizes if size <= lane.count), default=0)
-
-
-def _target_us(settings: ModelSettings) -> int | None:
-    """How long after its arrival a request without a deadline should be answered; None: at any time."""
-    return None if settings.target_latency_ms is None else int(settings.target_latency_ms * 1000)
-
-
-def _strict_deadline_us(run: Run, lane: Lane, settings: ModelSettings) -> int:
-    """The deadline for which a run may be refused early: NEVER_US if it has only a target, or is served
-    even after its deadline."""
-    if run.deadline_us is None or run in lane.expired:
-        return NEVER_US
-    return NEVER_US if settings.delays_expired(run.priority) else run.deadline_us
-
-
-def _outlives_deadline(run: Run, settings: ModelSettings) -> bool:
+def _outlives_deadline(run: Run, rules: Rules) -> bool:
     """Whether a run is served even after its deadline (`expiration_action` is delay)."""
-    return run.deadline_us is not None and settings.delays_expired(run.priority)
+    return run.deadline_us is not None and rules.served_late[run.priority]

@@ -23,12 +23,13 @@ from typing import Final, Literal, NamedTuple, get_args
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.messages.settled import BatchSettled
-from carpool_batcher.core.capacity import Capacity, InFlightBatch
+from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.learned.learned import Learned
 
 Cause = Literal["early", "waiting", "dispatched_late", "computed_long", "delivered_late"]
 CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 
-_OF_REFUSALS: Final[Mapping[str, Cause]] = {"early": "early", "waiting": "waiting"}  # by reason
+_CAUSES_OF_REFUSALS: Final[Mapping[str, Cause]] = {"early": "early", "waiting": "waiting"}  # by reason
 _NONE: Final[Mapping[Cause, int]] = {}
 
 
@@ -62,7 +63,7 @@ def causes_of_refusals(refusals: Iterable[Refusal]) -> Mapping[Cause, int]:
     """Count by cause the refused requests that missed their deadlines."""
     causes: Counter[Cause] = Counter()
     for refusal in refusals:
-        cause = _OF_REFUSALS.get(refusal.reason)
+        cause = _CAUSES_OF_REFUSALS.get(refusal.reason)
         if cause is not None:
             causes[cause] += len(refusal.correlation_ids)
     return causes
@@ -71,8 +72,9 @@ def causes_of_refusals(refusals: Iterable[Refusal]) -> Mapping[Cause, int]:
 class MissedDeadlines:
     """Finds the causes of one model's dispatched requests that miss their deadlines."""
 
-    def __init__(self, capacity: Capacity) -> None:
-        self._capacity = capacity
+    def __init__(self, learned: Learned, in_flight: Mapping[str, InFlightBatch]) -> None:
+        self._learned = learned
+        self._in_flight = in_flight
         # Of batches in flight: runs whose deadline passed, each with its number of unanswered requests.
         self._expired: dict[str, list[tuple[Run, int]]] = {}
         self._settled_us: dict[str, int] = {}  # when each model process last settled a batch
@@ -103,13 +105,13 @@ class MissedDeadlines:
         expired = self._expired.pop(event.batch_id, None)
         if not batch.expiring and expired is None:
             return _NONE
-        delivered_us = settled_us + self._capacity.transit.deliveries.median_us
+        delivered_us = settled_us + self._learned.delivery_us
         late = [run for run in batch.expiring.values() if (run.deadline_us or 0) < delivered_us]
         if not late and expired is None:
             return _NONE
         # The process had the batch before this one's start at the latest; its commit may be later.
         ready_us = max(batch.dispatched_us, min(before_us, settled_us - event.compute_us))
-        expected_us = self._capacity.expected_us(batch.lane, batch.executable)
+        expected_us = self._learned.expected_us(batch.lane, batch.executable)
         causes: Counter[Cause] = Counter()
         for run, number in [(run, len(run)) for run in late] + (expired or []):
             cause = cause_of(
@@ -128,7 +130,7 @@ class MissedDeadlines:
 
     def forget_missing(self, model_processes: Collection[str]) -> None:
         """Forget batches that are in flight no more, and processes that are not among these."""
-        for batch_id in self._expired.keys() - self._capacity.in_flight.keys():
+        for batch_id in self._expired.keys() - self._in_flight.keys():
             del self._expired[batch_id]
         alive = set(model_processes)
         self._settled_us = {name: at_us for name, at_us in self._settled_us.items() if name in alive}

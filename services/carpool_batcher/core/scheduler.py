@@ -9,12 +9,12 @@
      full      it reached `max_batch_size`, `max_batch_cost` or MAX_BATCH_BYTES
      preferred it reached one of `preferred_batch_sizes`: the largest that can be filled is dispatched
      deadline  a request in its lane would miss its deadline by waiting longer
-     efficient (`deferred` only) to wait for more requests would not raise throughput (`core.deferred`)
+     efficient (`deferred` only) to wait for more requests would not raise throughput (`policies.plan`)
      delay     its oldest request has waited `max_queue_delay_ms`, if that is not 0
      idle      `max_queue_delay_ms` is 0, so it does not wait for more requests; while batches have several
                requests, dispatches are spaced evenly (`core.capacity`)
    Under the policy `deferred` the reason idle does not apply. A batch is dispatched as late as its deadlines
-   allow (`core.deferred`), and requests that cannot meet their deadlines are refused before execution. This
+   allow (`policies.plan`), and requests that cannot meet their deadlines are refused before execution. This
    needs l(n), and a deadline in the lane or `target_latency_ms`; without them all reasons apply, idle too.
    No time is planned for requests that the model is not expected to execute (`learned.doubtful_producers`).
 3. Of the lanes with a ready batch, the one with the highest priority comes first, then the one of the tenant
@@ -54,58 +54,61 @@ A request is in exactly one state:
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Entry, Run, SequencePart, Withdrawal
-from carpool.messages.results import UNANSWERED, Refusal
+from carpool.messages.results import Refusal
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.capacity import BoundCapacity, Capacity, InFlightBatch
-from carpool_batcher.core.custom import CustomPolicy
+from carpool_batcher.core.capacity import BoundCapacity, Capacity
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers, executable_size
+from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.learned.doubtful_producers import executable_size
+from carpool_batcher.core.learned.learned import Learned
+from carpool_batcher.core.policies.custom import CustomPolicy
+from carpool_batcher.core.repeated import RepeatedRequests, unanswered
+from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.sequences.space import Processes
-from carpool_batcher.core.waiting.duplicates import IdsInFlight, Separated, separate
+from carpool_batcher.core.waiting.duplicates import IdsInFlight, Separated
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, RequestsInFlight, Withdrawn
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
-_Known = dict[str | None, set[str]]  # correlation IDs by address
-
 
 class Scheduler:
     """The batching of one model. Report events to it; `poll` returns what to do, `wake_at_us` when to poll.
 
-    It alone holds the settings and the custom policy; the parts below it get them as arguments.
+    It alone holds the settings; the parts below it have what they need of them as Rules.
     """
 
     def __init__(
         self, settings: ModelSettings, model_processes: int = 0, kind: ModelKind = ModelKind.PLAIN
     ) -> None:
-        self.custom_policy: CustomPolicy | None = None
+        self._custom_policy: CustomPolicy | None = None
         is_bound = kind is ModelKind.BOUND
-        self.capacity = BoundCapacity(model_processes) if is_bound else Capacity(model_processes)
+        self.learned = Learned()
+        self.capacity = (BoundCapacity if is_bound else Capacity)(self.learned, model_processes)
         self.processes = Processes()  # of a bound model
         self.sequences = Sequences(self.processes if is_bound else None)
         self._kind = kind
         self._settings = settings
-        self._batching_settings = self._compile_settings()
-        self._producers = DoubtfulProducers()
-        self._queue = Queue(self.sequences)
-        self._deadlines = Deadlines(self._queue, self.capacity)
-        self._dispatcher = Dispatcher(self._queue, self.capacity, self.processes)
+        self._rules = Rules(settings, kind)
+        self._queue = Queue(self._rules, self.sequences)
+        self._deadlines = Deadlines(self._rules, self._queue, self.capacity, self.learned)
+        self._dispatcher = Dispatcher(self._rules, self._queue, self.capacity, self.learned, self.processes)
         self._withdrawals = PendingWithdrawals()
         self._streams = RequestsInFlight()  # of a stepping model
         self._ids_in_flight = IdsInFlight()  # not of sequences, which know their duplicates themselves
+        self._repeated = RepeatedRequests(self._queue, self._ids_in_flight, self._withdrawals)
         self._cancelled: list[Cancel] = []
         self._polled_us = 0
+        self._apply_settings()
 
     # --- events --------------------------------------------------------------------------------------------
 
@@ -116,11 +119,21 @@ class Scheduler:
 
     @settings.setter
     def settings(self, settings: ModelSettings) -> None:
-        had_delay = self._settings.max_queue_delay_ms > 0
+        had_delay = self._rules.has_queue_delay
         self._settings = settings
-        self._batching_settings = self._compile_settings()
-        if settings.max_queue_delay_ms and not had_delay:
-            self._deadlines.watch_all_again(settings)
+        self._apply_settings()
+        if self._rules.has_queue_delay and not had_delay:
+            self._deadlines.watch_all_again()
+
+    @property
+    def custom_policy(self) -> CustomPolicy | None:
+        """The user's policy by which batches are formed; None: the built-in one that the settings name."""
+        return self._custom_policy
+
+    @custom_policy.setter
+    def custom_policy(self, policy: CustomPolicy | None) -> None:
+        self._custom_policy = policy
+        self._dispatcher.choose_policy(policy)
 
     @property
     def kind(self) -> ModelKind:
@@ -130,22 +143,19 @@ class Scheduler:
     @kind.setter
     def kind(self, kind: ModelKind) -> None:
         self._kind = kind
-        self._batching_settings = self._compile_settings()
+        self._apply_settings()
 
-    def _compile_settings(self) -> ModelSettings:
-        """The settings by which batches are formed."""
-        settings = self._settings
-        is_stepping = self._kind is ModelKind.STEPPING
-        self._has_sequences = self._kind.has_sequences
+    def _apply_settings(self) -> None:
+        """The settings or the kind changed."""
+        settings, is_stepping = self._settings, self._kind is ModelKind.STEPPING
+        self._rules.follow(settings, self._kind)
+        self._dispatcher.choose_policy(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
         self.step_settings = settings.for_steps() if is_stepping else ""  # what workers need
-        if not is_stepping:
-            self.capacity.set_slots(None, None)
-            return settings
-        self.capacity.set_slots(settings.max_batch_size, settings.max_batch_cost)
-        return replace(settings, max_batch_size=1)
+        slots = settings.max_batch_size if is_stepping else None
+        self.capacity.set_slots(slots, settings.max_batch_cost)
 
     @property
     def model_processes(self) -> int:
@@ -176,35 +186,28 @@ class Scheduler:
         """
         if self._withdrawals.arrived_later:
             self._withdrawals.arrive(run)
-        if run.sequence is not None or self._has_sequences:
+        if run.sequence is not None or self._rules.has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
-                return [refused] if self._has_sequences else list(self._answer_once(refused, {}))
-        if self._producers:
-            run.is_doubtful = self._producers.is_doubtful(run.producer)
-        refusals = self._queue.admit(run, self._settings, now_us, self._is_sent_again)
+                return [refused] if self._rules.has_sequences else list(self._repeated.answer_once(refused))
+        if self.learned.producers:
+            run.is_doubtful = self.learned.producers.is_doubtful(run.producer)
+        refusals = self._queue.admit(run, now_us, self._repeated.is_sent_again)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
-            self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
+            self._deadlines.watch(run, run.deadline_us, now_us)
         if refusals and run.sequence is not None:
             self.sequences.refuse_arrival(run.sequence, run.correlation_ids[0])
         return refusals
-
-    def _is_sent_again(self, request: tuple[str | None, str]) -> bool:
-        """Whether another copy of a request, by address and correlation ID, waits or is in flight. What is
-        being withdrawn does not count: its producer may send a new request under the same ID."""
-        if self._withdrawals.arrived_later and request[1] in self._withdrawals.arrived_later:
-            return False
-        return request in self._queue.ids or request in self._ids_in_flight
 
     def refuse_malformed(self, refused: Refusal) -> Iterable[Refusal]:
         """A request arrived that could not be decoded, or columns of several. Returns its Refusals: without
         an answer for those that were sent again, and wait or are in flight. A limit of the model that they
         exceed now may have been a higher one before."""
-        if not self._has_sequences:
-            return self._answer_once(refused, {})
+        if not self._rules.has_sequences:
+            return self._repeated.answer_once(refused)
         part = refused.breaks
         if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
-            return (_unanswered(refused, refused.correlation_ids),)
+            return (unanswered(refused, refused.correlation_ids),)
         if part is not None:
             self.refuse_arrival(part, refused.correlation_ids[0])
         return (refused,)
@@ -215,7 +218,7 @@ class Scheduler:
 
     def _refusal_of_sequence(self, run: Run) -> Refusal | None:
         """Why a request cannot wait, because of the sequence that it is part of, or is not part of."""
-        if not self._has_sequences:
+        if not self._rules.has_sequences:
             detail = "sequence_id: this model keeps no states of sequences"
             return refusal(run, UNIMPLEMENTED, "input", detail)
         if run.sequence is None:
@@ -225,7 +228,7 @@ class Scheduler:
 
     def refuse_arrival(self, part: SequencePart, correlation_id: str) -> None:
         """A request of a sequence arrived that could not be decoded."""
-        if self._has_sequences:
+        if self._rules.has_sequences:
             self.sequences.refuse_arrival(part, correlation_id)
 
     def end_sequences(self, sequence_ids: Collection[str], place: str) -> list[Refusal]:
@@ -254,7 +257,7 @@ class Scheduler:
         refusals: Sequence[Refusal] = ()
         entries: Sequence[Entry] = ()
         if due_us is not None and due_us <= now_us:
-            arrived_later, entries = self._withdrawals.take(waiting, now_us)
+            arrived_later, entries = self._withdrawals.pop_all(waiting, now_us)
             refusals = self._queue.withdraw(arrived_later)
             # Some may have been dispatched since. Of two with one ID the wrong one might be answered.
             self._cancel(name for name, later in arrived_later.items() if not later)
@@ -283,10 +286,7 @@ class Scheduler:
         """Dispatches of the last `poll`, without requests that are in one of them already. The caller gives
         the copies that were taken out to `take_duplicates`, after the `launch` of the others. Almost always
         O(1)."""
-        if not self._queue.ids.is_repeated_popped:
-            return Separated(dispatches, ())
-        self._queue.ids.is_repeated_popped = False
-        return separate(dispatches)
+        return self._repeated.separate(dispatches)
 
     def take_duplicates(self, dispatched: Sequence[Run], copies: Sequence[Run], now_us: int) -> list[Refusal]:
         """After a dispatch of these runs: the Refusals of all that repeats one of their requests, and waits
@@ -318,14 +318,14 @@ class Scheduler:
         self.capacity.adopt(batch_id, batch)
         self._watch_batch(batch_id, batch, dispatch.runs)
         for run in dispatch.runs:
-            if run.sequence is not None and self._has_sequences:  # not one of a model that was replaced
+            if run.sequence is not None and self._rules.has_sequences:  # not one of a model that was replaced
                 self.sequences.adopt(run, dispatch.process)
         if dispatch.process:
             self.processes.begin_batch(dispatch.process)
 
     def _watch_batch(self, batch_id: str, batch: InFlightBatch, runs: Sequence[Run]) -> None:
         self._deadlines.watch_batch(batch_id, batch.expiring)
-        if not self._has_sequences:
+        if not self._rules.has_sequences:
             self._ids_in_flight.launch(batch_id, runs)
         if self._kind is ModelKind.STEPPING:
             self._streams.add(batch_id, batch.runs)
@@ -347,25 +347,17 @@ class Scheduler:
         for run in self._runs_of_sequences(batch_id):
             assert run.sequence is not None
             self.sequences.settle(run, is_broken=run.sequence.sequence_id in broken)
-        if of_producers or self._producers:
-            self._observe_producers(batch_id, executed, of_producers)
-        self._end_batch_in_flight(batch_id)
-        self.capacity.settle(batch_id, compute_us, settled_us, executed, waited_us)
-
-    def _observe_producers(
-        self, batch_id: str, executed: int | None, of_producers: Sequence[ExecutedOf]
-    ) -> None:
-        batch = self.capacity.in_flight.get(batch_id)
+        batch = self._end_batch_in_flight(batch_id)
         if batch is not None:
-            # If the execution was not normal, it is unknown whether the others' requests would be executed.
-            self._producers.observe(() if executed == 0 else batch.producers, of_producers)
+            self.learned.observe(batch, compute_us, settled_us, executed, waited_us, of_producers)
+            self.capacity.end(batch_id, settled_us)
 
     def forget_batch(self, batch_id: str, now_us: int) -> None:
         """A batch in flight is no longer in Redis, and it is unknown how long it took."""
         for run in self._runs_of_sequences(batch_id):
             self.sequences.lose(run)
-        self._end_batch_in_flight(batch_id)
-        self.capacity.forget(batch_id, now_us)
+        if self._end_batch_in_flight(batch_id) is not None:
+            self.capacity.end(batch_id, now_us)
 
     def answered_in_flight(self, runs: Iterable[Run]) -> None:
         """These requests of a batch in flight were answered, and not OK."""
@@ -376,18 +368,19 @@ class Scheduler:
                 self._ids_in_flight.answered((run,))
 
     def _runs_of_sequences(self, batch_id: str) -> list[Run]:
-        if not self._has_sequences:
+        if not self._rules.has_sequences:
             return []
         batch = self.capacity.in_flight.get(batch_id)
         return [] if batch is None else [run for run in batch.runs if run.sequence is not None]
 
-    def _end_batch_in_flight(self, batch_id: str) -> None:
+    def _end_batch_in_flight(self, batch_id: str) -> InFlightBatch | None:
         self._ids_in_flight.end(batch_id)
         self._queue.bodies.end(batch_id)
         batch = self.capacity.in_flight.get(batch_id)
         if batch is not None:
             self._streams.remove(batch_id, batch.runs)
             self._end_batch(batch.process)
+        return batch
 
     def _end_batch(self, process: str) -> None:
         if process:
@@ -423,7 +416,7 @@ class Scheduler:
     def oldest_arrival_us(self) -> int | None:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
-        return self._dispatcher.oldest_arrival_us(self._batching_settings, self._polled_us)
+        return self._dispatcher.oldest_arrival_us(self._polled_us)
 
     def fill_percent(self, runs: Sequence[Run]) -> int:
         """How full a batch of these runs is, by size or by cost, whichever is nearer to its limit."""
@@ -453,73 +446,22 @@ class Scheduler:
             self._release(now_us)
         decisions: list[Decision] = []
         if self._deadlines.has_due(now_us):
-            decisions = yield from self._deadlines.run_due(self._settings, now_us)
+            decisions = yield from self._deadlines.run_due(now_us)
             if self._deadlines.has_due(now_us):
                 return decisions  # very many have expired: first all of these, so that none is dispatched
-        if not self._has_sequences:
-            decisions += self._dispatcher.dispatch(self._batching_settings, self.custom_policy, now_us)
-            return self._answered_once(decisions) if decisions else decisions
+        if not self._rules.has_sequences:
+            decisions += self._dispatcher.dispatch(now_us)
+            return self._repeated.answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
-        decisions += self._dispatcher.dispatch(self._batching_settings, self.custom_policy, now_us)
+        decisions += self._dispatcher.dispatch(now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
-
-    def _answered_once(self, decisions: list[Decision]) -> list[Decision]:
-        """These decisions, without the answers to requests of which another copy waits, is to be dispatched
-        or is in flight: its answer is theirs."""
-        if Refusal not in map(type, decisions):
-            return decisions
-        known: _Known = {}
-        if self._queue.ids.is_repeated_popped:  # else no copy of a refused request is to be dispatched
-            for run in [run for one in decisions if type(one) is Dispatch for run in one.runs]:
-                known.setdefault(run.reply_to, set()).update(run.correlation_ids)
-        decided: list[Decision] = []
-        for one in decisions:
-            if type(one) is Refusal:
-                decided += self._answer_once(one, known)
-            else:
-                decided.append(one)
-        return decided
-
-    def _answer_once(self, refused: Refusal, known: _Known) -> Iterable[Refusal]:
-        """A Refusal of requests that do not wait, divided by whether they get this answer. They do not if
-        they are `known`, to which they are added, or were sent again."""
-        reply_to, of_address = refused.reply_to, known.setdefault(refused.reply_to, set())
-        stand_in = refused.entry.id if refused.run is None else ""  # of each request with an invalid ID
-        different = set(refused.correlation_ids)
-        if (
-            len(different) == len(refused.correlation_ids)
-            and stand_in not in different
-            and of_address.isdisjoint(different)
-            and self._queue.ids.are_new(reply_to, different)
-            and self._ids_in_flight.are_new(reply_to, different)
-        ):
-            of_address |= different
-            return (refused,)
-        again: list[int] = []
-        for at, name in enumerate(refused.correlation_ids):
-            if name == stand_in:
-                continue
-            if name in of_address or self._is_sent_again((reply_to, name)):
-                again.append(at)
-            of_address.add(name)
-        if not again:
-            return (refused,)
-        names, run = refused.correlation_ids, refused.run
-        if len(again) == len(names):
-            return (_unanswered(refused, names),)
-        if run is not None:
-            copies = run.take(again)
-            return duplicate(copies), refused._replace(correlation_ids=run.correlation_ids)
-        removed = frozenset(again)
-        others = [name for at, name in enumerate(names) if at not in removed]
-        return _unanswered(refused, [names[at] for at in again]), refused._replace(correlation_ids=others)
 
     def _release(self, now_us: int) -> None:
         """Let delayed runs take part from now on, if their time has come."""
         for run in self._queue.release(now_us):
             if run.deadline_us is not None:
-                self._deadlines.watch(run, run.deadline_us, self._settings, now_us)
+                self._deadlines.watch(run, run.deadline_us, now_us)
 
     def _decide_sequences(self, decisions: list[Decision], now_us: int) -> Iterator[None]:
         """Append what follows for sequences, in pieces."""
@@ -527,26 +469,26 @@ class Scheduler:
             if number:
                 yield
             self._queue.follow(decided)
-            self._deadlines.watch_again(decided.heads, self._settings)
+            self._deadlines.watch_again(decided.heads)
             decisions += decided.refusals
             decisions += decided.changes
             decisions += decided.freed
 
     def wake_at_us(self) -> int | None:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
-        dispatch_us = self._dispatcher.wake_at_us(self._batching_settings, self._polled_us)
+        dispatch_us = self._dispatcher.wake_at_us(self._polled_us)
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
         if self._queue.delayed.requests:
             wake_us = earlier(wake_us, self._queue.delayed.wake_at_us())
         withdrawals_us = self._withdrawals.due_us(self._queue.count)
         if withdrawals_us is not None:
             wake_us = earlier(wake_us, withdrawals_us)
-        return earlier(wake_us, self.sequences.wake_at_us()) if self._has_sequences else wake_us
+        return earlier(wake_us, self.sequences.wake_at_us()) if self._rules.has_sequences else wake_us
 
     def earliest_dispatch_us(self) -> int:
         """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not
         before one settles."""
-        return self._dispatcher.earliest_dispatch_us(self._batching_settings, self._polled_us)
+        return self._dispatcher.earliest_dispatch_us(self._polled_us)
 
     def _take_into_flight(self, dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
         """What is kept of a batch in flight. Its bodies are released."""
@@ -567,19 +509,12 @@ class Scheduler:
         batch = InFlightBatch(
             dispatched_us, size, dispatch.lane, expiring, arrivals, runs, cost, dispatch.process
         )
-        if not self._producers:
+        if not self.learned.producers:
             return batch
         return batch._replace(
             doubtful=size - executable_size(dispatch.runs),
-            producers=self._producers.remembered(dispatch.runs),
+            producers=self.learned.producers.remembered(dispatch.runs),
         )
-
-
-def _unanswered(refused: Refusal, names: Sequence[str]) -> Refusal:
-    """A Refusal of these of its requests, which get no answer and break no sequence."""
-    return refused._replace(
-        correlation_ids=names, status=UNANSWERED, reason="duplicate", detail="", breaks=None
-    )
 
 
 def earlier(at_us: int | None, other_us: int | None) -> int | None:

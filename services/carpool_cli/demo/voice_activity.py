@@ -2,6 +2,8 @@
 
 It benefits from batching: a frame of each of 40 microphones is one call of the network, in which each has a
 state of its own.
+
+Why: docs/decisions/0059.
 """
 
 from __future__ import annotations

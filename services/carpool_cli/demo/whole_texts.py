@@ -7,7 +7,7 @@ from typing import Any
 
 from carpool_cli.demo.writer import Writer
 from carpool_worker.model_process.model import RequestInfo
-from carpool_worker.model_process.stepping import StepRequest
+from carpool_worker.model_process.stepping.requests import StepRequest
 
 
 class WholeTexts:

@@ -17,7 +17,7 @@ import numpy as np
 from carpool.errors import InvalidArgumentError
 from carpool_cli.demo import writer_network
 from carpool_cli.demo.writer_network import ALPHABET, END, Cache, Floats, Network, Row, softmax, symbols_of
-from carpool_worker.model_process.stepping import StepRequest
+from carpool_worker.model_process.stepping.requests import StepRequest
 
 WEIGHTS_FILE: Final = Path(__file__).with_name("writer_weights.npz")
 

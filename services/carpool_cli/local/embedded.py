@@ -1,4 +1,7 @@
-"""A Redis server as a child process, on one machine: for `carpool up`, the demo and the tests."""
+"""A Redis server as a child process, on one machine: for `carpool up`, the demo and the tests.
+
+Why: docs/decisions/0037.
+"""
 
 from __future__ import annotations
 

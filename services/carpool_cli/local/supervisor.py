@@ -5,6 +5,8 @@ Start order: Redis first, then the others, which connect to it. Stop order: the 
 the workers finish their executions, then the batcher releases its leases, and Redis stops last, because all
 need it to do so. Everything is started from the main thread and ends with this process, however it ends
 (`carpool.lifecycle`).
+
+Why: docs/decisions/0049.
 """
 
 from __future__ import annotations

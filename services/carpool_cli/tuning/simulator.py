@@ -5,6 +5,8 @@ batch takes time to reach a model process, executes for l(n), and the scheduler 
 back. It learns of a request some time after that was sent, and is woken up later than it asked for. Two
 effects are not simulated: a batcher that needs time to decide and dispatch, and model processes that compete
 for the same CPU. Pure: no clock, no Redis.
+
+Why: docs/decisions/0038.
 """
 
 from __future__ import annotations

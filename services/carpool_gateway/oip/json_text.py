@@ -7,6 +7,8 @@ cannot encode.
 msgspec parses what is usual, many times faster, and reads integers of any size. It neither knows those three
 numbers nor sees a name twice; so whatever it refuses, and what may have such a name, is parsed by the
 standard library here.
+
+Why: docs/decisions/0091.
 """
 
 from __future__ import annotations

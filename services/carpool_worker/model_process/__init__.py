@@ -1,36 +1,22 @@
 """What runs in a model process: one model, isolated from Redis and from the worker's threads.
 
-    main             the loop: receive a frame, execute it, send the outcome
+    main             loads the model, and starts its loop
+    frame_loop       the loop: receive a frame, execute it, send the outcome
     frames           what crosses the process boundary
     frame_execution  from a frame to its outcome
     executor         runs the model on a frame's items and isolates the failures
     outputs          what a model returned for a batch: counted, matched, and as it is declared
     states           states of sequences: as a model declares and gets them, and as bytes
-    outcomes         from what the model returned to what is sent
     failures         from what the model raised to a status and a detail, or to the end of the process
     broken_devices   which errors say that the accelerator does not work any more in this process
     raised           what the model raised, for the log and for operators
     printed          what the model prints and logs: in the log at once
-    model            a user's model, adapted to one interface
-    description      what a loaded model declares, as its worker gets it
+    model            from a user's model to a loaded one
+    loaded           a loaded model: its functions under one interface, and what it declares
     loader           from a model's name on the command line to the model
+    stepping         the package for models that generate step by step
+    bound_executor   runs a model that binds sequences on the rows of all its slots
 
-Of a stepping model:
-
-    step_loop    the loop: take what the worker sent, advance, send what changed
-    step_frames  what crosses the process boundary
-    stepper      begins and steps requests, and isolates the failures
-    slots        which requests wait, which have a slot, which take part in the next step
-    generation   a request: what it has emitted, what of that was sent
-    stepping     what the model sees of a request; generator functions as models
-    chunks       emitted values as one
-
-Of a model that binds sequences:
-
-    bound_loop      the loop: execute frames, and hear of sequences that ended
-    bound_frames    what crosses the process boundary beside frames
-    bound_executor  which sequence has which slot; runs the model on the rows of all slots
-
-`frames`, `step_frames` and `bound_frames` are the boundary, shared by both processes. Beside them the worker
-imports only `loader`, for the model's name, and `chunks`.
+`frames` and `stepping.frames` are the boundary, shared by both processes. Beside them the worker imports only
+`loader`, for the model's name, and `stepping.chunks`.
 """

@@ -20,7 +20,7 @@ from carpool.errors import INTERNAL, AbortedError
 from carpool.shown import name_of, trace_of
 from carpool_worker.model_process.executor import Items, Outcome, validate
 from carpool_worker.model_process.failures import Observe, OutputError, failure_of, not_observed
-from carpool_worker.model_process.model import BoundModel, BoundSequence, RequestInfo
+from carpool_worker.model_process.loaded import BoundModel, BoundSequence, RequestInfo
 from carpool_worker.model_process.outputs import Results, Returned, results_of
 
 _UNKNOWN: Final = "sequence_id: its model process does not have {}; begin it again with sequence_start"
@@ -32,7 +32,7 @@ class BoundExecutor:
 
     def __init__(self, model: BoundModel, observe: Observe = not_observed) -> None:
         """`observe` is called for whatever the model raises on requests."""
-        self._model = model
+        self.model = model
         self._observe = observe
         self._sequences: dict[str, BoundSequence] = {}  # that have a slot, by ID
         self._free = list(range(model.slots))  # a heap: the lowest slot is taken first
@@ -40,9 +40,9 @@ class BoundExecutor:
 
     def execute(self, items: Items, requests: Sequence[RequestInfo]) -> Outcome:
         """Give slots to the sequences that start, and run the model on all slots, if any is ready."""
-        failures = validate(self._model, items)
+        failures = validate(self.model, items)
         indexes: dict[int, int] = {}  # of the items, by slot
-        of_slots: list[RequestInfo | None] = [None] * self._model.slots
+        slot_requests: list[RequestInfo | None] = [None] * self.model.slots
         for index, request in enumerate(requests):
             if index in failures:
                 continue
@@ -52,12 +52,12 @@ class BoundExecutor:
                 self._observe(error, (index,))
                 failures[index] = failure_of(error, INTERNAL)
             else:
-                indexes[slot], of_slots[slot] = index, request._replace(slot=slot)
+                indexes[slot], slot_requests[slot] = index, request._replace(slot=slot)
         if not indexes:
             return Outcome(failures, [])
         try:
-            outputs = self._model.run(items.spread(indexes, self._model.slots), of_slots)
-            returned = results_of(self._model, outputs, self._model.slots)
+            outputs = self.model.run(items.spread(indexes, self.model.slots), slot_requests)
+            returned = results_of(self.model, outputs, self.model.slots)
         except BaseException as error:
             if not isinstance(error, OutputError):
                 self._observe(error, list(indexes.values()))
@@ -91,15 +91,15 @@ class BoundExecutor:
             raise AbortedError(_NO_SLOT.format(sequence_id))
         sequence = known or BoundSequence(sequence_id, heappop(self._free))
         self._sequences[sequence_id] = sequence
-        if self._model.start is not None:
-            self._model.start(sequence)
+        if self.model.start is not None:
+            self.model.start(sequence)
         return sequence.slot
 
     def _call_end(self, sequence: BoundSequence) -> None:
-        if self._model.end is None:
+        if self.model.end is None:
             return
         try:
-            self._model.end(sequence)
+            self.model.end(sequence)
         except BaseException as error:
             failure_of(error, INTERNAL)  # raises Unhealthy
             self._log.error(

@@ -6,6 +6,8 @@ calls; the worst case is 2n - 1 calls. A wrong number of results fails all items
 results are missing. So do wrong new states.
 
 Those whose deadlines have passed are not executed, and not executed again: nobody waits for their results.
+
+Why: docs/decisions/0027.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from carpool_worker.model_process.failures import (
     not_observed,
 )
 from carpool_worker.model_process.frames import Failure, FrameHeader
-from carpool_worker.model_process.model import LoadedModel, RequestInfo
+from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.outputs import (
     Results,
     Returned,
@@ -165,25 +167,25 @@ def _spread(array: Array, indexes: Mapping[int, int], count: int) -> Array:
 
 def decode_items(frame: FrameHeader, payload: Buffer, again: Callable[[], Buffer] | None = None) -> Items:
     """The bodies in a frame's payload, without states. `again`: see StackedItems; it brings the payload."""
-    if not frame.parts:
+    if not frame.layouts:
         return ListItems(frames.unpack_bodies(payload), payload)
-    parts, count = frame.parts, frame.size
-    arrays = frames.unstack(parts, count, payload)
-    return StackedItems(arrays, again and (lambda: frames.unstack(parts, count, again())))
+    layouts, count = frame.layouts, frame.size
+    arrays = frames.unstack(layouts, count, payload)
+    return StackedItems(arrays, again and (lambda: frames.unstack(layouts, count, again())))
 
 
 class Outcome(NamedTuple):
     """Failures by index, and the results of all other items, in order.
 
     `results` is a list, or Stacked where the model returned stacked arrays of one layout for all of them.
-    `executed`: the number of items that the first call of the model executed; 0 if it
+    `executed_together`: the number of items that the first call of the model executed; 0 if it
     raised, or there was none. `raised`: the items on each of which it raised alone. `refused`: those that
     `validate` rejected.
     """
 
     failures: dict[int, Failure]
     results: Results
-    executed: int = 0
+    executed_together: int = 0
     raised: Sequence[int] = ()
     refused: Sequence[int] = ()
 

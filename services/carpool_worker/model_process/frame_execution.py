@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
+from carpool.errors import INTERNAL, RESOURCE_EXHAUSTED
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.executor import decode_items, execute, never_late
+from carpool_worker.model_process.bound_executor import BoundExecutor
+from carpool_worker.model_process.executor import Outcome, decode_items, execute, never_late
 from carpool_worker.model_process.failures import Observe, not_observed
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
-from carpool_worker.model_process.model import LoadedModel
-from carpool_worker.model_process.outcomes import encode_outcome
+from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.states import States
+
+# Failures, layouts, payload, and why a result is too large, if one is.
+_Encoded = tuple[dict[int, frames.Failure], list[frames.Layout], bytes, str]
 
 
 def execute_frame(
@@ -35,11 +40,84 @@ def execute_frame(
     items = decode_items(frame, payload, lambda: frames.divide_payload(again(), states_bytes)[0])
     is_late = _lateness(frame)
     late = [index for index in range(frame.size) if is_late(index)] if _is_one_late(frame) else ()
-    started_ns = time.perf_counter_ns()
-    outcome = execute(model, items, frame.requests, states, is_late, late, observe)
-    compute_us = (time.perf_counter_ns() - started_ns) // 1000
-    header, data = encode_outcome(model, frame, outcome, compute_us)
+    run = partial(execute, model, items, frame.requests, states, is_late, late, observe)
+    header, data = _outcome_of(model, frame, run)
     return header, [data] if states is None else [data, states.without(header.failures)]
+
+
+def execute_bound_frame(
+    executor: BoundExecutor, frame: FrameHeader, payload: Buffer
+) -> tuple[OutcomeHeader, list[Buffer]]:
+    """The same of a model that binds sequences. No request is too late for it, and none is executed again."""
+    items, requests = decode_items(frame, payload), [RequestInfo(*request) for request in frame.requests]
+    header, data = _outcome_of(executor.model, frame, partial(executor.execute, items, requests))
+    return header, [data]
+
+
+def _outcome_of(
+    model: LoadedModel, frame: FrameHeader, run: Callable[[], Outcome]
+) -> tuple[OutcomeHeader, bytes]:
+    """The header and the payload of what `run` returns, and how long that takes. A result that cannot be
+    sent, or is too large, fails its own request."""
+    started_ns = time.perf_counter_ns()
+    outcome = run()
+    compute_us = (time.perf_counter_ns() - started_ns) // 1000
+    failures, layouts, data, error = _encode(model, outcome, frame.size, frame.result_bytes_max)
+    header = OutcomeHeader(
+        frame.first,
+        frame.size,
+        frame.number,
+        compute_us,
+        failures,
+        layouts,
+        outcome.executed_together,
+        outcome.raised,
+        {error: ()} if error else {},
+        refused=outcome.refused,
+    )
+    return header, data
+
+
+def _encode(model: LoadedModel, outcome: Outcome, count: int, bytes_max: int) -> _Encoded:
+    failures, results = outcome.failures, outcome.results
+    if isinstance(results, dict):
+        try:
+            layouts, data = frames.stack(results, model.output_datatypes)
+        except Exception as error:  # a model's arrays may be of any class and raise anything
+            return _all_fail((INTERNAL, str(error)), failures, count)
+        if len(data) > bytes_max * (count - len(failures)):  # all are equally large
+            return _all_fail(frames.too_large(bytes_max), failures, count)
+        return failures, layouts, data, ""
+    try:
+        data = frames.pack_values(results)
+    except Exception:
+        return _encode_each(outcome, count, bytes_max)
+    return (failures, [], data, "") if len(data) <= bytes_max else _encode_each(outcome, count, bytes_max)
+
+
+def _all_fail(failure: frames.Failure, failures: dict[int, frames.Failure], count: int) -> _Encoded:
+    status, detail = failure
+    error = detail if status == RESOURCE_EXHAUSTED else ""
+    return dict.fromkeys(range(count), failure) | failures, [], frames.pack_values([]), error
+
+
+def _encode_each(outcome: Outcome, count: int, bytes_max: int) -> _Encoded:
+    """Encode each result alone, to find out which of them cannot be sent, or are too large."""
+    failures, sendable = dict(outcome.failures), []
+    too_large, error = frames.too_large(bytes_max), ""
+    indexes = [index for index in range(count) if index not in failures]
+    for index, result in zip(indexes, outcome.results, strict=True):
+        try:
+            size_bytes = len(frames.pack_values(result))
+        except Exception as unsendable:
+            failures[index] = (INTERNAL, f"the model's result cannot be sent: {unsendable}")
+            continue
+        if size_bytes > bytes_max:
+            failures[index] = too_large
+            error = too_large[1]
+        else:
+            sendable.append(result)
+    return failures, [], frames.pack_values(sendable), error
 
 
 def _is_one_late(frame: FrameHeader) -> bool:

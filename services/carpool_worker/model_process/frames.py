@@ -11,6 +11,8 @@ before or into a message move its marks.
 
 No pickle: data from a producer is never executed. Stacked tensors are sent as they lie in memory, so neither
 side copies or converts single numbers.
+
+Why: docs/decisions/0004.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ _LOAD_FAILED: Final = "load failed"
 _ENDING: Final = "ending"
 _RAISED: Final = "raised"
 _AGAIN: Final = "again"
+_END_OF: Final = "end"  # of sequences
 
-Part = tuple[str, str, tuple[int, ...]]  # of a stacked payload: name, datatype, shape of one item
+Layout = tuple[str, str, tuple[int, ...]]  # of one stacked tensor: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
 _Read = Callable[[str, Sequence[int], Buffer], Array]  # datatype, shape, bytes
 RequestFields = tuple[str, str, Mapping[str, bytes]]  # correlation ID, lane, fields for the model
@@ -75,7 +78,7 @@ class Ready(NamedTuple):
     outputs: tuple[TensorSpec, ...]
     wants_requests: bool
     misspelt: Mapping[str, str]  # attribute that has no effect -> the setting that was probably meant
-    kind: ModelKind = ModelKind.PLAIN  # if STEPPING, what follows are the messages of `step_frames`
+    kind: ModelKind = ModelKind.PLAIN  # if STEPPING, what follows are the messages of `stepping.frames`
     initial_state: bytes = b""  # if STATEFUL: of a sequence that starts; states of all others are as long
 
 
@@ -89,7 +92,7 @@ class LoadFailed(NamedTuple):
 class FrameHeader(NamedTuple):
     """Worker to model process: the payload has the bodies of `size` requests, the first at position `first`.
 
-    Without `parts` the payload is a packed list of values. `requests` only for a model that asks for them.
+    Without `layouts` the payload is a packed list of values. `requests` only for a model that asks for them.
     For a model that keeps states, the payload ends with the states of all requests.
 
     `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
@@ -99,7 +102,7 @@ class FrameHeader(NamedTuple):
 
     first: int
     size: int
-    parts: Sequence[Part] = ()
+    layouts: Sequence[Layout] = ()
     requests: Sequence[RequestFields | SequenceFields] = ()
     deadlines: Sequence[tuple[int, int | None]] = ()
     result_bytes_max: int = RESULT_BYTES_DEFAULT
@@ -107,11 +110,30 @@ class FrameHeader(NamedTuple):
     number: int = 0  # set when the frame is sent, and returned with its outcome
 
 
+class End(NamedTuple):
+    """Worker to the process of a model that binds sequences: these have ended, and their slots are free.
+
+    The process never ends one by itself, because only the worker knows which results were written. Those
+    that it does not know are ignored. There is no outcome.
+    """
+
+    sequence_ids: Sequence[str]
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_END_OF, *self)
+
+
+def read_request(fields: Sequence[Any]) -> FrameHeader | End:
+    """What a worker sends, from its header; to a stepping model it sends those of `stepping.frames`."""
+    return End(*fields[1:]) if fields[0] == _END_OF else FrameHeader(*fields)
+
+
 class OutcomeHeader(NamedTuple):
     """Model process to worker: failures by index in the frame; the payload has the results of all others.
 
-    Without `parts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
-    `executed`: the number of requests that one call of the model executed; 0 if it took several calls.
+    Without `layouts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
+    `executed_together`: how many requests one call of the model executed; 0 if it took several calls.
     `raised`: the requests on each of which the model raised alone, by index in the frame.
     `errors`: the names of what it raised (`raised`), the last one last, and the requests concerned, by index
     in the frame: those on which it raised so alone, or else all on which it did. And why a result is too
@@ -125,8 +147,8 @@ class OutcomeHeader(NamedTuple):
     number: int
     compute_us: int
     failures: Mapping[int, Failure]
-    parts: Sequence[Part] = ()
-    executed: int = 0
+    layouts: Sequence[Layout] = ()
+    executed_together: int = 0
     raised: Sequence[int] = ()
     errors: Mapping[str, Sequence[int]] = {}
     refused: Sequence[int] = ()
@@ -498,12 +520,14 @@ def _unpack_writable(code: int, data: bytes) -> Any:
 # --- stacked tensors ---------------------------------------------------------------------------------------
 
 
-def part_bytes(part: Part, count: int) -> int:
+def stacked_bytes(layout: Layout, count: int) -> int:
     """The size of `count` stacked items of a numeric tensor."""
-    return WIDTHS[part[1]] * math.prod(part[2]) * count
+    return WIDTHS[layout[1]] * math.prod(layout[2]) * count
 
 
-def unstack(parts: Sequence[Part], count: int, data: Buffer, read: _Read = from_bytes) -> dict[str, Array]:
+def unstack(
+    layouts: Sequence[Layout], count: int, data: Buffer, read: _Read = from_bytes
+) -> dict[str, Array]:
     """The stacked arrays that follow each other in `data`, each of shape (count, *shape), made by `read`:
     `from_bytes`, or `to_be_sent` for results.
 
@@ -512,7 +536,7 @@ def unstack(parts: Sequence[Part], count: int, data: Buffer, read: _Read = from_
     """
     arrays: dict[str, Array] = {}
     view, start = memoryview(data), 0
-    for name, datatype, shape in parts:
+    for name, datatype, shape in layouts:
         if datatype == "BYTES":
             texts, length = _unpack_texts(view[start:], count)
             array = np.empty(len(texts), object)
@@ -520,7 +544,7 @@ def unstack(parts: Sequence[Part], count: int, data: Buffer, read: _Read = from_
             arrays[name] = array.reshape((count, *shape))
             start += length
             continue
-        end = start + part_bytes((name, datatype, shape), count)
+        end = start + stacked_bytes((name, datatype, shape), count)
         arrays[name] = read(datatype, (count, *shape), view[start:end])
         start = end
     return arrays
@@ -534,17 +558,17 @@ def _unpack_texts(data: memoryview, count: int) -> tuple[list[str], int]:
     return texts, unpacker.tell()
 
 
-def stack(arrays: dict[str, Array], declared: Mapping[str, str]) -> tuple[list[Part], bytes]:
-    """Stacked numeric arrays as parts and bytes; a `declared` datatype replaces the array's own.
+def stack(arrays: dict[str, Array], declared: Mapping[str, str]) -> tuple[list[Layout], bytes]:
+    """Stacked numeric arrays as layouts and bytes; a `declared` datatype replaces the array's own.
 
     Raises ValueError for an array that cannot be sent stacked.
     """
-    parts: list[Part] = []
+    layouts: list[Layout] = []
     data: list[bytes] = []
     for name, array in arrays.items():
         datatype = declared.get(name) or datatype_of(array)
         if datatype == "BYTES":
             raise ValueError(f"output {name!r}: strings cannot be sent stacked")
-        parts.append((name, datatype, tuple(array.shape[1:])))
+        layouts.append((name, datatype, tuple(array.shape[1:])))
         data.append(to_bytes(array, datatype))
-    return parts, b"".join(data)
+    return layouts, b"".join(data)

@@ -1,10 +1,10 @@
-"""The model process: receive a frame, execute it, send the outcome.
-
-`step_loop` does it for stepping models, and `bound_loop` for those that bind sequences.
+"""The model process: load a model, and serve it: in `stepping.loop` if it steps, else in `frame_loop`.
 
 A worker starts it as `python -m carpool_worker.model_process.main`. It talks only to its worker. The model
 has this process to itself: it may hold the GIL, sleep in C, leak or crash while the worker goes on fetching,
 renewing and committing.
+
+Why: docs/decisions/0025.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import traceback
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Final, NoReturn
@@ -26,19 +25,17 @@ from typing import Final, NoReturn
 from carpool.errors import Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
-from carpool.parts import Buffer
 from carpool.plugins import UnusableError, reason_of
 from carpool.shown import shortened
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.bound_loop import BoundLoop
-from carpool_worker.model_process.description import description_of
-from carpool_worker.model_process.frame_execution import execute_frame
-from carpool_worker.model_process.frames import FrameHeader, LoadFailed, Raised
+from carpool_worker.model_process.frame_loop import FrameLoop
+from carpool_worker.model_process.frames import LoadFailed, Raised
+from carpool_worker.model_process.loaded import description_of
 from carpool_worker.model_process.loader import find_model
-from carpool_worker.model_process.model import BoundModel, LoadedModel, SteppingModel, load_model
+from carpool_worker.model_process.model import SteppingModel, load_model
 from carpool_worker.model_process.printed import show_output
 from carpool_worker.model_process.raised import RaisedLog
-from carpool_worker.model_process.step_loop import StepLoop
+from carpool_worker.model_process.stepping.loop import StepLoop
 
 EXIT_UNHEALTHY: Final = 70
 REASON_CHARS_MAX: Final = 1000  # of why it is unhealthy, which producers get as well
@@ -70,7 +67,10 @@ def main(argv: Sequence[str]) -> int:
     frames.send_load_result(sock, description_of(model))
     raised = RaisedLog(partial(_tell, sock))
     try:
-        _serve(sock, model, raised)
+        if isinstance(model, SteppingModel):
+            StepLoop(sock, model, raised).run()
+        else:
+            FrameLoop(sock, model, raised).run()
     except Unhealthy as error:
         _end_unhealthy(sock, raised, error)
     if model.unload is not None:
@@ -94,16 +94,6 @@ def _set_apart(descriptor: int) -> socket.socket:
     os.close(descriptor)
     os.register_at_fork(after_in_child=sock.close)
     return sock
-
-
-def _serve(sock: socket.socket, model: LoadedModel | SteppingModel, raised: RaisedLog) -> None:
-    """Serve until the worker closes the connection. Raises Unhealthy."""
-    if isinstance(model, SteppingModel):
-        StepLoop(sock, model, raised).run()
-    elif isinstance(model, BoundModel):
-        BoundLoop(sock, model, raised).run()
-    else:
-        _execute_all(sock, model, raised)
 
 
 def _tell(sock: socket.socket, raised: Raised) -> None:
@@ -130,45 +120,6 @@ def _leave_signals_to_the_worker() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that are executed inherit
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-
-
-def _execute_all(sock: socket.socket, model: LoadedModel, raised: RaisedLog) -> None:
-    received = _Frames(sock)
-    with contextlib.suppress(frames.ProcessGoneError):
-        while True:
-            _execute_next(received, sock, model, raised)
-
-
-def _execute_next(received: _Frames, sock: socket.socket, model: LoadedModel, raised: RaisedLog) -> None:
-    frame, payload = received.next()
-    header, data = execute_frame(model, frame, payload, partial(received.again, frame.number), raised.observe)
-    frames.send_message(sock, raised.named(header), *data)
-
-
-class _Frames:
-    """What the worker sends. Raises ProcessGoneError."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._reader = frames.MessageReader(sock)
-        self._sent_ahead: deque[tuple[FrameHeader, Buffer]] = deque()  # before one that was wanted again
-
-    def next(self) -> tuple[FrameHeader, Buffer]:
-        """The next frame and its payload."""
-        return self._sent_ahead.popleft() if self._sent_ahead else self._receive()
-
-    def again(self, number: int) -> Buffer:
-        """The payload of the frame with this number, whose outcome was not sent yet, once more."""
-        frames.send_message(self._sock, frames.Again(number).message())
-        while True:
-            frame, payload = self._receive()
-            if frame.number == number:
-                return payload
-            self._sent_ahead.append((frame, payload))
-
-    def _receive(self) -> tuple[FrameHeader, Buffer]:
-        fields, payload = self._reader.receive()
-        return FrameHeader(*fields), payload
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A user's model: a plain function, or a class with some of these methods. Only `predict` is required.
 
-A stepping model has `begin` and `step` in place of `predict`, or is a generator function: see `stepping`.
+A stepping model has `begin` and `step` in place of `predict`, or is a generator function: see
+`stepping.requests`.
 
     class Embedder:
         max_batch_size = 64
@@ -35,15 +36,22 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Final, NamedTuple
+from dataclasses import fields
+from typing import Any, Final
 
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import StateSpec, TensorSpec
 from carpool_worker.model_process.failures import WrongOutputError
+from carpool_worker.model_process.loaded import (
+    BoundModel,
+    BoundSequence,
+    LoadedModel,
+    RequestInfo,
+    SteppingModel,
+)
 from carpool_worker.model_process.states import declared_states, initial_state
-from carpool_worker.model_process.stepping import GeneratorModel, StepRequest
+from carpool_worker.model_process.stepping.requests import GeneratorModel
 
 __all__ = [
     "BoundModel",
@@ -59,92 +67,6 @@ __all__ = [
 # How similar an attribute's name must be to a setting's, from 0 to 1, to be taken for a misspelling. One
 # letter that is wrong, missing or transposed is above this, and so is a missing unit; `batch_size` is below.
 MISSPELLING_SIMILARITY_MIN: Final = 0.86
-
-
-class RequestInfo(NamedTuple):
-    """What a request has beside its body. `fields`: all that are not in `request_fields.CARPOOL_FIELDS`.
-
-    `sequence_id`: None unless it is a part of a sequence. `slot`: of a model that binds them, its row.
-    """
-
-    correlation_id: str
-    lane: str
-    fields: Mapping[str, bytes]
-    sequence_id: str | None = None
-    sequence_start: bool = False
-    sequence_end: bool = False
-    slot: int | None = None
-
-
-class BoundSequence(NamedTuple):
-    """A sequence that is bound to a model process, and its slot there, from 0."""
-
-    sequence_id: str
-    slot: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declarations:
-    """What any loaded model has: the hooks beside the one that computes, and what it declares."""
-
-    validate: Callable[[Any], object] | None = None
-    unload: Callable[[], object] | None = None
-    inputs: tuple[TensorSpec, ...] = ()
-    outputs: tuple[TensorSpec, ...] = ()
-    settings: ModelSettings = field(default_factory=ModelSettings)
-    misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that has no effect -> setting
-
-
-@dataclass(slots=True)
-class Seen:
-    """What was seen of a model since it was loaded: whether what it returns has a row for each request."""
-
-    returns_rows: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel(Declarations):
-    """A user's model, loaded, that executes batches.
-
-    `run` takes a batch and `requests`; one of a model with `states` takes these as well, and returns outputs
-    and new states. `initial_state`: the bytes of the state of a sequence that starts.
-    """
-
-    run: Callable[..., Any]
-    wants_requests: bool = False
-    states: tuple[StateSpec, ...] = ()
-    initial_state: bytes = b""
-    output_datatypes: Mapping[str, str] = field(init=False)  # declared ones, by name
-    seen: Seen = field(default_factory=Seen, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "output_datatypes", {spec.name: spec.datatype for spec in self.outputs})
-
-
-@dataclass(frozen=True, slots=True)
-class BoundModel(LoadedModel):
-    """A user's model, loaded, that has the states of its sequences inside.
-
-    `run` takes a row for each slot, and `requests` None for those that are not ready.
-    """
-
-    start: Callable[[BoundSequence], object] | None = None
-    end: Callable[[BoundSequence], object] | None = None
-
-    @property
-    def slots(self) -> int:
-        """How many sequences it takes at a time."""
-        return self.settings.max_batch_size
-
-
-@dataclass(frozen=True, slots=True)
-class SteppingModel(Declarations):
-    """A user's model, loaded, that generates step by step. `continues`: it can go on from chunks."""
-
-    begin: Callable[[list[StepRequest]], object]
-    step: Callable[[list[StepRequest]], object]
-    end: Callable[[StepRequest], object] | None = None
-    continues: bool = True
 
 
 def load_model(model: Any, device: str) -> LoadedModel | SteppingModel:

@@ -3,6 +3,8 @@
 It is counted and matched, never guessed: a list, one array, or a dict of outputs by name, each with the batch
 first. A value keeps its type and form, whatever the other requests of the batch are: a list is never made an
 array of. What is declared is kept: each number is in the declared datatype, or its request fails alone.
+
+Why: docs/decisions/0083.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from carpool.wire.tensors import (
 from carpool.wire.values import check_integers, check_unmasked
 from carpool_worker.model_process.failures import UnclearOutputError, WrongOutputError
 from carpool_worker.model_process.frames import pack_values, unpack_results
-from carpool_worker.model_process.model import LoadedModel
+from carpool_worker.model_process.loaded import LoadedModel
 
 Stacked = dict[str, Array]  # by output name; the first dimension counts the requests
 Results = list[Any] | Stacked
@@ -151,13 +153,13 @@ def without(returned: Returned, wrong: Wrong) -> Returned:
         return returned
     results = returned.results
     good_count = len(next(iter(results.values()))) if isinstance(results, dict) else len(results)
-    of_results = [row for row in range(good_count + len(returned.wrong)) if row not in returned.wrong]
-    kept = [at for at, row in enumerate(of_results) if row not in wrong]
+    with_results = [row for row in range(good_count + len(returned.wrong)) if row not in returned.wrong]
+    right = [at for at, row in enumerate(with_results) if row not in wrong]
     left: Results
     if isinstance(results, dict):
-        left = {name: array[kept] for name, array in results.items()}
+        left = {name: array[right] for name, array in results.items()}
     else:
-        left = [results[at] for at in kept]
+        left = [results[at] for at in right]
     return Returned(left, returned.wrong | wrong)
 
 
@@ -328,15 +330,15 @@ def _joined(columns: Mapping[str, _Column], count: int) -> Returned:
     values = {name: column.values for name, column in columns.items()}
     if wrong:
         right = [row for row in range(count) if row not in wrong]
-        values = {name: _selected(column, right) for name, column in values.items()}
+        values = {name: _selected(entries, right) for name, entries in values.items()}
     if all(column.is_stackable for column in columns.values()):
         return Returned(values, wrong)  # type: ignore[arg-type]
     if len(values) == 1:
         (only,) = values.values()
         return _without_errors(only if isinstance(only, list) else list(only), wrong)
     rows: list[dict[str, Any]] = [{} for _ in range(count - len(wrong))]
-    for name, of_rows in values.items():  # three times faster than a dict(zip(...)) of each row
-        for result, value in zip(rows, of_rows, strict=True):  # of an array of numbers, numbers
+    for name, entries in values.items():  # three times faster than a dict(zip(...)) of each row
+        for result, value in zip(rows, entries, strict=True):  # of an array of numbers, numbers
             result[name] = value
     return Returned(rows, wrong)
 
@@ -354,8 +356,8 @@ def _without_errors(values: list[Any], wrong: Wrong | None = None) -> Returned:
     wrong = wrong or {}
     if not _has_errors(values):
         return Returned(values, wrong)
-    of_values = (row for row in range(len(values) + len(wrong)) if row not in wrong)
-    found = {row: v for row, v in zip(of_values, values, strict=True) if isinstance(v, BaseException)}
+    with_values = (row for row in range(len(values) + len(wrong)) if row not in wrong)
+    found = {row: v for row, v in zip(with_values, values, strict=True) if isinstance(v, BaseException)}
     return Returned([value for value in values if not isinstance(value, BaseException)], wrong | found)
 
 

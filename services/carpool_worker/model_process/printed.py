@@ -2,6 +2,8 @@
 
 A line that was printed before a crash is the best hint at its cause, so nothing is kept in a buffer. What a
 model logs with `logging`, and warnings, become lines of the log as all others are, with the model's name.
+
+Why: docs/decisions/0088.
 """
 
 from __future__ import annotations

@@ -14,25 +14,34 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Protocol, Self, TypeVar
 
 import structlog
 
 from carpool import shown
 from carpool.errors import CarpoolError, Unhealthy
 from carpool_worker.model_process.failures import BrokenDeviceError
-from carpool_worker.model_process.frames import OutcomeHeader, Raised
-from carpool_worker.model_process.step_frames import Step
+from carpool_worker.model_process.frames import Raised
 
 TRACE_INTERVAL_S: Final = 10.0  # between two tracebacks of one name
 NAMES_MAX: Final = 100  # of which it is known when they were told
 NAME_CHARS_MAX: Final = 200
 TRACES_MAX: Final = 8  # for one outcome or Step
 _PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
-Message = TypeVar("Message", OutcomeHeader, Step)
+
+
+class _WithErrors(Protocol):
+    """An outcome or a Step."""
+
+    @property
+    def errors(self) -> Mapping[str, Sequence[int]]: ...
+    def _replace(self, *, errors: Mapping[str, Sequence[int]]) -> Self: ...
+
+
+Message = TypeVar("Message", bound=_WithErrors)
 
 
 class RaisedLog:

@@ -2,6 +2,8 @@
 
 Between two requests a state is bytes: the rows of all declared states, in that order. Here the states of a
 frame are one array of bytes with a row for each request, divided and joined by columns, not one by one.
+
+Why: docs/decisions/0061.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import structlog
 
 from carpool.keys import MODEL_NAME
 from carpool.wire.tensors import Array, StateSpec, TensorSpec, from_bytes, to_bytes
-from carpool_worker.model_process.model import RequestInfo
+from carpool_worker.model_process.loaded import RequestInfo
 from carpool_worker.models.onnx_declaration import read_declaration, toml_path
 from carpool_worker.models.onnx_probe import (
     Filling,

@@ -23,6 +23,8 @@ beside them, for example `vad.toml` for `vad.onnx`:
 same keys may be in the file's metadata, with values in JSON: `carpool.states`, `carpool.constants`, and so
 on. What code declares replaces what the TOML file declares, and that replaces the metadata, each key as a
 whole.
+
+Why: docs/decisions/0058.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 
 from carpool.errors import InvalidArgumentError
 from carpool.wire.tensors import Array, StateSpec, TensorSpec, array_of
-from carpool_worker.model_process.model import RequestInfo
+from carpool_worker.model_process.loaded import RequestInfo
 from carpool_worker.models.onnx_declaration import (
     Constant,
     Control,

@@ -2,6 +2,8 @@
 
 Here values become bodies, and options fields; `producer` has the rest. For each request little is done: its
 body is encoded, and it is added to a Packer.
+
+Why: docs/decisions/0045.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a producer asks of Redis before a request counts as accepted: the setting `durability` of a client."""
+"""What a producer asks of Redis before a request counts as accepted: the setting `durability` of a client.
+
+Why: docs/decisions/0074.
+"""
 
 from __future__ import annotations
 

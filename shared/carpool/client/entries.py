@@ -5,6 +5,8 @@ length is sent as columns: its IDs, one head, and the rows end to end.
 
 A large body is stored under a key of its own, in one transaction with the entry that names it. In the stream
 it would be copied by Redis, the batcher and the worker each time its request is moved.
+
+Why: docs/decisions/0050.
 """
 
 from __future__ import annotations

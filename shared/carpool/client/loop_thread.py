@@ -7,6 +7,8 @@
 
 Where gevent or eventlet has replaced threads, a thread is a greenlet, and its event loop must wait in a way
 that lets the others run.
+
+Why: docs/decisions/0085.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Requests of many callers share entries and connections. So what could not be encoded, or what would make an
 entry something else than a request, is refused here, where its caller gets the error.
+
+Why: docs/decisions/0079.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ turn.
 A cursor is the ID of the last entry that was read. IDs come from the clock of the server: they can begin
 anew, and lower, where a stream does, on a server whose clock is behind. Two rules keep what is unread from
 being behind a cursor: it is reset once everything up to it has been removed, and on another server.
+
+Why: docs/decisions/0078.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Sending requests again that ended with a status which may pass."""
+"""Sending requests again that ended with a status which may pass.
+
+Why: docs/decisions/0072.
+"""
 
 from __future__ import annotations
 

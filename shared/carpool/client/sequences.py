@@ -6,6 +6,8 @@
 
 Redis keeps the state. Here is only how far a sequence has come (SequenceProgress). Each request has an index,
 so several may be in flight, and those that are sent again after a lost connection are processed once.
+
+Why: docs/decisions/0060.
 """
 
 from __future__ import annotations

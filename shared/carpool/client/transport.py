@@ -16,6 +16,8 @@ requests are written when it has. Those that it does not confirm fail, and nobod
 
 A server that has started again, or another one after a failover, may lack writes that its predecessor had
 accepted. Then all entries without a result are sent again, and reply streams are read from their starts.
+
+Why: docs/decisions/0065.
 """
 
 from __future__ import annotations

@@ -86,10 +86,10 @@ def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
 class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
     `expected_us`: how long their execution is expected to take; 0 if that is unknown. `stream` and `cost` are
-    those of the request, if it is alone in the batch, as requests of stepping models are; `settings` has the
-    model's effective settings that concern their worker (`ModelSettings.for_steps`). `process`: of a bound
-    model, the one for which it was dispatched; empty for others. `max_execution_ms` and `max_result_bytes`:
-    those of the model.
+    those of the request, if it is alone in the batch, as requests of stepping models are; `settings` has all
+    effective settings that their worker needs (`ModelSettings.for_steps`). `process`: of a bound model, the
+    one for which it was dispatched; empty for others. `max_execution_ms` and `max_result_bytes`: those of the
+    model.
     `answered`: positions of requests that had results when it was dispatched, because they were sent again.
 
     A request's position is its place in the batch, counted over all runs, which do not change.

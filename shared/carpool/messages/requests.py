@@ -1,4 +1,7 @@
-"""Requests, the entries that carry them, and the commands of producers."""
+"""Requests, the entries that carry them, and the commands of producers.
+
+Why: docs/decisions/0042.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,8 @@ class Run:
     (`cut`) and where some of its requests are removed (`take`). Compared by identity.
 
     Nothing else changes after it was decoded, except for `tickets` and `is_doubtful`, which the batcher sets
-    when it admits the run. (Not `frozen=True`: that alone costs 1 µs.)
+    when it admits the run, and the last two, which the queue sets. (Not `frozen=True`: that alone costs
+    1 µs.)
     """
 
     entry: Entry
@@ -99,6 +103,8 @@ class Run:
     # How long it is delayed after its entry arrived; then `arrival_us` is the end of that time.
     not_before_ms: int = 0
     is_doubtful: bool = False  # the model is not expected to execute it (`learned.doubtful_producers`)
+    waits_in: object | None = field(default=None, init=False, repr=False)  # the part of the queue
+    is_late: bool = field(default=False, init=False, repr=False)  # expired, and served behind others
 
     def __len__(self) -> int:
         return len(self.correlation_ids)

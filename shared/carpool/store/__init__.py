@@ -9,10 +9,9 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     async_link       those of asyncio producers
     redis_socket     a socket that is connected to Redis: commands in, replies out
     truncated_replies  replies of which only a limited number of bytes is kept
-    link_errors      what goes wrong with a connection or a command, and what to do about it
+    link_errors      what goes wrong with a connection or a command, what to do about it, and how it is logged
     server_version   which server Redis is, and whether it is too old
-    permissions      why a service cannot do its work, if its user in Redis may not
-    arguments        how lists are passed to scripts
+    arguments        how lists, and changes of sequences, are passed to scripts
     batcher          dispatch, refuse, answer ahead, and what a batcher looks up
     reader           what is new in the streams of all models
     upkeep           what a batcher does regularly for all models: leases, snapshots, reports
@@ -21,7 +20,6 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     bound            what a worker of a bound model does beside that
     kept             requests that are added once, and whose results are kept, for gateways
     results          how a result gets to its producer: what batchers and workers both write
-    sequences        what scripts that write results change in sequences
     directory        which models there are, and their state; writes only an operator's overrides of settings
     unregistered     what Redis has of models that nobody registered
     declarations     what each worker declares, of which the registration is made
@@ -29,4 +27,6 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     removal          a model that is no longer served is removed
     eviction         whether Redis may discard what it has accepted
     lua/             the scripts, each with its KEYS, ARGV, reply and complexity
+
+Why: docs/decisions/0002.
 """

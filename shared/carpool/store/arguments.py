@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from carpool.keys import Keys
+from carpool.messages.sequences import SequenceChange
 from carpool.store.connection import Argument
 
 Group = Sequence[Argument]  # the arguments of one element
@@ -49,3 +51,23 @@ class ScriptKeys:
         first = len(self.keys) + 1
         self.keys += keys
         return first
+
+
+def change_args(keys: Keys, script_keys: ScriptKeys, changes: Sequence[SequenceChange]) -> list[Argument]:
+    """The changes of sequences that a script is to carry out, as `lua/sequence.lua` reads them."""
+    if not changes:
+        return [0]
+    number, *groups = group_list_args(
+        [
+            (
+                script_keys.index(keys.sequence(change.part.sequence_id)),
+                change.part.sequence_id,
+                change.part.place,
+                change.correlation_id,
+                "started" if change.part.starts and change.outcome == "kept" else change.outcome,
+                change.content,
+            )
+            for change in changes
+        ]
+    )
+    return [number, script_keys.index(keys.sequences), *groups]

@@ -4,6 +4,8 @@ With `preserve_ordering` also: put tickets into the order, and release withheld 
 
 Nothing here changes an Entry or a Request. `dispatch` and `refuse` return what happened to entries, and the
 batcher updates its own table of them.
+
+Why: docs/decisions/0020.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from carpool.messages.batches import Batch, Dispatch, tickets_of_each
 from carpool.messages.requests import Entry, Run
 from carpool.messages.results import UNANSWERED, Refusal, Result
 from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
-from carpool.model_settings import RESULT_BYTES_DEFAULT
+from carpool.model_settings import ModelKind
 from carpool.rows import BODY_TTL_MS, stored_names
-from carpool.store.arguments import Group, ScriptKeys, group_list_args, list_args
+from carpool.store.arguments import Group, ScriptKeys, change_args, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
 from carpool.store.directory import no_errors
-from carpool.store.reader import ENTRIES_MAX, READ_BYTES, mean_bytes
+from carpool.store.reader import ENTRIES_MAX, mean_bytes
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
@@ -38,7 +40,6 @@ from carpool.store.results import (
     release,
     result_groups,
 )
-from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, encode_batch, encode_tickets
 from carpool.wire.content_types import answer_type
@@ -59,11 +60,12 @@ PUT_BACK_ENTRIES_MAX: Final = 8  # in which the rest of one entry is put back
 PUT_BACK_REQUESTS_MIN: Final = 16  # in each of them but the last; a run is never divided for this
 RENEWALS_MAX: Final = 1000  # in one round trip
 LOOKUPS_MAX: Final = 1000  # likewise
-# In one script, because Redis serves nobody else meanwhile:
+# In one script or command, because Redis serves nobody else meanwhile:
 ANSWERS_MAX: Final = 1000
 CLAIMED_RANGES_MAX: Final = 1000  # except those of one entry
 ENTRIES_LOOKED_UP: Final = 500  # about 10 us each,
 BYTES_LOOKED_UP: Final = 1 << 20  # and about 2.5 ms for these
+IN_FLIGHT_BYTES: Final = 2 << 20  # of batches in flight, about 1.5 ms; a single batch may have 64 MiB
 
 _FIELDS_KEPT: Final = ("next", "first", "last", "broken", "broken_at", "failed_at")
 
@@ -131,7 +133,7 @@ class BatcherStore:
         self.keys = keys
         self.clock = clock or RedisClock()
         self.name = ""  # of the batcher, which must hold the lease to refuse requests; if empty, it need not
-        self.has_sequences = False  # then it must hold the lease to dispatch them, too
+        self.kind = ModelKind.PLAIN  # if it has sequences, it must hold the lease to dispatch them, too
 
     def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
@@ -139,11 +141,11 @@ class BatcherStore:
         return bytes(last[0][0]) if last else b"0-0"
 
     def batches_in_flight(self) -> Iterator[Batch]:
-        """Every batch that is dispatched and not settled. Read a few at a time: each may have 64 MiB."""
+        """Every batch that is dispatched and not settled, read IN_FLIGHT_BYTES at a time."""
         after, count = b"0-0", 1
         while entries := self._link.call("XRANGE", self.keys.batches, b"(" + after, "+", "COUNT", count):
             after = entries[-1][0]
-            count = max(1, min(ENTRIES_MAX, READ_BYTES // mean_bytes(entries)))
+            count = max(1, min(ENTRIES_MAX, IN_FLIGHT_BYTES // mean_bytes(entries)))
             for entry_id, flat in entries:
                 yield decode_batch(entry_id, flat, 0)
 
@@ -160,7 +162,10 @@ class BatcherStore:
             names = known[start : start + LOOKUPS_MAX]
             commands = [("HMGET", self.keys.sequence(name), *fields) for name in names]
             for name, reply in zip(names, self._link.call_many(*commands), strict=True):
-                kept.append(_kept_sequence(name, changed_us[name], reply))
+                if isinstance(reply, CommandError):  # a user made the key another type
+                    kept.append(KeptSequence(name, changed_us[name], None))
+                else:
+                    kept.append(_kept_sequence(name, changed_us[name], dict(zip(fields, reply, strict=True))))
         return kept
 
     def chunks_written(self, batch_ids: Sequence[str]) -> dict[str, int]:
@@ -229,17 +234,14 @@ class BatcherStore:
         dispatches: Sequence[Dispatch],
         result_ttl_ms: int,
         arrivals: Sequence[TicketRange] = (),
-        step_settings: str = "",
-        max_execution_ms: int | None = None,
-        max_result_bytes: int = RESULT_BYTES_DEFAULT,
+        settings: str = "",
     ) -> DispatchOutcome:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
 
         One script, because batches share entries. It has a batch for each model process that can take one,
         and together they have at most what may wait, `max_queue_size` and `max_queue_bytes`.
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
-        `step_settings`: of a stepping model, what its worker needs (`ModelSettings.for_steps`);
-        `max_execution_ms`, `max_result_bytes`: of another one, its settings.
+        `settings`: those that its worker needs (`ModelSettings.for_steps` and `for_batches`).
         Raises NotActiveError and ProcessLeftError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
@@ -250,17 +252,14 @@ class BatcherStore:
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         keys = self.keys
         script_keys = ScriptKeys(keys.requests, keys.batches, keys.tickets, keys.order)
-        only_active_as = self.name if self.has_sequences else ""
+        only_active_as = self.name if self.kind.has_sequences else ""
         if only_active_as:
             script_keys.keys += [keys.batcher, keys.workers]
-        of_model: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
-        if step_settings:
-            of_model += ["settings", step_settings]
-        else:
-            of_model += [] if max_execution_ms is None else ["max_execution_ms", max_execution_ms]
-            is_default = max_result_bytes == RESULT_BYTES_DEFAULT
-            of_model += [] if is_default else ["max_result_bytes", max_result_bytes]
-        batches = [self._batch_element(dispatch, indexes, of_model, script_keys) for dispatch in dispatches]
+        model_fields: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
+        model_fields += ["settings", settings] if settings else []
+        batches = [
+            self._batch_element(dispatch, indexes, model_fields, script_keys) for dispatch in dispatches
+        ]
         args: list[Argument] = [_arrivals_arg(arrivals), only_active_as]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
         args += list_args([entry.id for entry in indexes])
@@ -288,15 +287,14 @@ class BatcherStore:
         self,
         dispatch: Dispatch,
         indexes: Mapping[Entry, int],
-        of_model: Sequence[Argument],
+        model_fields: Sequence[Argument],
         script_keys: ScriptKeys,
     ) -> list[Any]:
         """A batch as `dispatch.lua` reads it, without its runs."""
-        fields: list[Argument] = ["size", dispatch.size, "reason", dispatch.reason, *of_model]
+        fields: list[Argument] = ["size", dispatch.size, "reason", dispatch.reason, *model_fields]
         if dispatch.expected_us:
             fields += ["expected_us", dispatch.expected_us]
-        is_stepping = "settings" in of_model
-        if is_stepping:
+        if self.kind is ModelKind.STEPPING:
             (run,) = dispatch.runs
             fields += ["cost", run.cost, "stream", int(run.stream)]
         if (tickets := encode_tickets(dispatch)) is not None:
@@ -308,7 +306,7 @@ class BatcherStore:
             fields += ["process", process]
             inbox = script_keys.index(self.keys.inbox(process))
         # A model that steps has chunks in these lists; sequences know what was sent again.
-        is_plain = not (self.has_sequences or is_stepping)
+        is_plain = self.kind is ModelKind.PLAIN
         sought = list(self._perhaps_answered(dispatch, script_keys)) if is_plain else ()
         entries = list(dict.fromkeys([indexes[run.entry] for run in dispatch.runs]))
         return [entries, fields, sought, process, inbox]
@@ -412,22 +410,19 @@ class BatcherStore:
         return answered
 
 
-def _kept_sequence(name: str, changed_us: int, reply: list[bytes | None] | CommandError) -> KeptSequence:
-    if isinstance(reply, CommandError):  # a user made the key another type
-        return KeptSequence(name, changed_us, None)
-    texts = [value and value.decode("utf-8", "replace") for value in reply]
-    (next_index, first_id, last_id, broken, broken_at, failed_at), process = texts[:6], texts[6:]
-    is_broken = bool(broken and broken_at)
+def _kept_sequence(name: str, changed_us: int, fields: Mapping[str, bytes | None]) -> KeptSequence:
+    texts = {field: (value or b"").decode("utf-8", "replace") for field, value in fields.items()}
+    is_broken = bool(texts["broken"] and texts["broken_at"])
     return KeptSequence(
         name,
         changed_us,
-        int(next_index) if next_index else None,
-        first_id or "",
-        last_id or "",
-        (is_broken and broken) or "",
-        (is_broken and broken_at) or "",
-        (is_broken and failed_at) or "",
-        "".join(name or "" for name in process),
+        next_index=int(texts["next"]) if texts["next"] else None,
+        first_id=texts["first"],
+        last_id=texts["last"],
+        broken=texts["broken"] if is_broken else "",
+        broken_at=texts["broken_at"] if is_broken else "",
+        failed_at=texts["failed_at"] if is_broken else "",
+        process=texts.get("state", ""),
     )
 
 

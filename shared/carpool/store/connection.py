@@ -16,6 +16,8 @@ pyproject.toml limits its version.
 - `asyncio.Connection._writer` (AsyncLink), its stream: to take over the transport.
 - `asyncio.Connection._reader` (AsyncLink): set to None with `_writer` at the end, since redis-py does not see
   that the connection was closed, and would warn.
+
+Why: docs/decisions/0008.
 """
 
 from __future__ import annotations
@@ -95,6 +97,11 @@ def _keepalive(scheme: str) -> dict[str, Any]:
     return {"socket_keepalive": True, "socket_keepalive_options": options}
 
 
+def lua_source(file: str) -> str:
+    """The text of a file in `store/lua`."""
+    return (resources.files("carpool.store") / "lua" / f"{file}.lua").read_text("utf-8")
+
+
 class Script:
     """A Lua script in `store/lua`. Redis knows it by its hash, once it has run.
 
@@ -104,8 +111,8 @@ class Script:
 
     def __init__(self, name: str, *, after: Sequence[str] = ()) -> None:
         self.name: Final = name.rpartition("/")[2]
-        folder = resources.files("carpool.store") / "lua"
-        self.source: Final = "".join((folder / f"{file}.lua").read_text("utf-8") for file in (*after, name))
+        self.files: Final = (*after, name)
+        self.source: Final = "".join(map(lua_source, self.files))
         self.sha: Final = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 

@@ -7,6 +7,8 @@ to be atomic: a write that is overtaken is made right by the next heartbeat.
 
 If what a living worker declares is missing, because a user removed the key, what is registered counts as
 declared by it, until its next heartbeat.
+
+Why: docs/decisions/0089.
 """
 
 from __future__ import annotations

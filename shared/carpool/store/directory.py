@@ -122,50 +122,49 @@ class Directory:
 def take_snapshot(link: Link, keys: Keys, clock: RedisClock) -> ModelSnapshot:
     """The state of a model. Also sets the clock. Raises CommandError."""
     sent_ns = time.monotonic_ns()
-    time_reply, *replies = link.call_many(("TIME",), *snapshot_commands(keys))
+    commands = snapshot_commands(keys)
+    time_reply, *replies = link.call_many(("TIME",), *commands.values())
     clock.set(no_errors([time_reply])[0], sent_ns, time.monotonic_ns())
-    snapshot = read_snapshot(replies, clock.now_us() // 1000)
+    snapshot = read_snapshot(dict(zip(commands, replies, strict=True)), clock.now_us() // 1000)
     if isinstance(snapshot, CommandError):
         raise snapshot
     return snapshot
 
 
-def snapshot_commands(keys: Keys) -> tuple[tuple[Argument, ...], ...]:
-    """The SNAPSHOT_COMMANDS commands whose replies are a snapshot."""
-    return (
-        ("LLEN", keys.order),
-        ("XLEN", keys.requests),
-        ("XLEN", keys.batches),
-        ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
-        ("HGETALL", keys.registration),
-        ("HGETALL", keys.config),
-        ("SMEMBERS", keys.draining),
-    )
+def snapshot_commands(keys: Keys) -> dict[str, tuple[Argument, ...]]:
+    """The commands whose replies are a snapshot, each by what it reads."""
+    return {
+        "order": ("LLEN", keys.order),
+        "requests": ("XLEN", keys.requests),
+        "batches": ("XLEN", keys.batches),
+        "workers": ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
+        "registration": ("HGETALL", keys.registration),
+        "config": ("HGETALL", keys.config),
+        "draining": ("SMEMBERS", keys.draining),
+    }
 
 
-SNAPSHOT_COMMANDS: Final = 7
+# Where a user made one of these keys another type: results are not in order (lua/ordering/README.md), and no
+# process drains.
+_OF_WRONG_TYPE: Final[Mapping[str, Any]] = {"order": 0, "draining": ()}
 
 
-def read_snapshot(replies: Sequence[Any], now_ms: int) -> ModelSnapshot | CommandError:
+def read_snapshot(replies: Mapping[str, Any], now_ms: int) -> ModelSnapshot | CommandError:
     """The state of a model from the replies to `snapshot_commands`; the first error among them."""
-    in_order, *others, draining = replies
-    # A user wrote these keys: results are not in order (lua/ordering/README.md), and no process drains
-    if isinstance(in_order, CommandError) and in_order.code == "WRONGTYPE":
-        in_order = 0
-    if isinstance(draining, CommandError) and draining.code == "WRONGTYPE":
-        draining = []
-    for reply in (in_order, *others, draining):
+    read = dict(replies)
+    for name, reply in replies.items():
         if isinstance(reply, CommandError):
-            return reply
-    waiting, in_flight, workers, registration, config = others
+            if name not in _OF_WRONG_TYPE or reply.code != "WRONGTYPE":
+                return reply
+            read[name] = _OF_WRONG_TYPE[name]
     return ModelSnapshot(
-        waiting,
-        in_flight,
-        in_order,
-        alive(workers, now_ms),
-        texts(registration),
-        texts(config),
-        [process.decode() for process in draining],
+        waiting_entries=read["requests"],
+        batches_in_flight=read["batches"],
+        entries_in_order=read["order"],
+        model_processes=alive(read["workers"], now_ms),
+        registration=texts(read["registration"]),
+        config=texts(read["config"]),
+        draining=[process.decode() for process in read["draining"]],
     )
 
 

@@ -1,4 +1,7 @@
-"""Whether Redis may discard what it has accepted, because of its configuration."""
+"""Whether Redis may discard what it has accepted, because of its configuration.
+
+Why: docs/decisions/0069.
+"""
 
 from __future__ import annotations
 

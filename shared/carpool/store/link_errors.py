@@ -7,6 +7,7 @@ from typing import Final
 
 from carpool.address import without_password
 from carpool.errors import UnavailableError
+from carpool.shown import name_of
 
 
 class LinkError(UnavailableError):
@@ -100,3 +101,22 @@ def link_error(url: str, error: Exception, *, connecting: bool = False) -> LinkE
             break
     kind = SignInError if _SIGNED_OUT.search(str(error)) else LinkError
     return kind(f"Redis at {without_password(url)}: {reason}")
+
+
+# The arguments of a command that Redis does not know.
+_ARGUMENTS: Final = re.compile(r",? with args beginning with.*", re.DOTALL)
+
+
+def reason_of(error: BaseException, role: str) -> str:
+    """The error as a service logs it; of a missing permission also which `role` it needs.
+
+    Its text only if Redis or the system wrote it: any other may quote a body.
+    """
+    if isinstance(error, CommandError) and error.code == "NOPERM":
+        return (
+            f"{error}: a {role} needs the role {role} (CARPOOL_REDIS_USER, CARPOOL_REDIS_PASSWORD_FILE), "
+            "with the rules that this version's `carpool acl` writes"
+        )
+    if isinstance(error, CommandError):
+        return _ARGUMENTS.sub("", str(error))
+    return (str(error) if isinstance(error, OSError) else "") or name_of(error)

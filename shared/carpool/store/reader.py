@@ -33,6 +33,8 @@ of an entry without sending it. So a reply is bounded in four ways:
 
 A subscription that ended, and a later one to the same model, are different: a reply belongs to that for which
 its XREAD was sent.
+
+Why: docs/decisions/0046.
 """
 
 from __future__ import annotations
@@ -103,14 +105,15 @@ class Subscription:
     `awaits_settled`: whether a batch that settles ends a wait, from the next XREAD over busy models on.
     Otherwise it is read together with the next request, or after BUSY_BLOCK_MS. `has_more`: whether Redis may
     have more requests, because the latest reply had as many as were asked for. `takes_requests`: whether
-    requests are to be read; if not, the next XREADs leave them in Redis, and do not wait.
+    requests are to be read; if not, the next XREADs leave them in Redis, and do not wait. `home`: the watch
+    that is to read it; None: it ended.
     """
 
     __slots__ = (
-        "_home",
         "awaits_settled",
         "entry_bytes",
         "has_more",
+        "home",
         "requests",
         "settled",
         "takes_requests",
@@ -123,7 +126,7 @@ class Subscription:
         self.has_more = False
         self.takes_requests = True
         self.entry_bytes = entry_bytes  # of a request entry, on average in the latest replies
-        self._home: _Watch | None = None  # None: ended
+        self.home: _Watch | None = None
 
 
 class Stream:
@@ -217,16 +220,16 @@ class StreamReader:
 
     def end(self, subscription: Subscription) -> None:
         """Read this model no more. What arrives for it is dropped. May be called repeatedly."""
-        if subscription._home is not None:
+        if subscription.home is not None:
             self._sizes.keep(subscription.requests.name, subscription.entry_bytes)
-        subscription._home = None
+        subscription.home = None
         self._busy.remove(subscription)
         self._idle.remove(subscription)
 
     def set_busy(self, subscription: Subscription, busy: bool) -> None:
         """Read this model together with the busy ones, or else with the idle ones."""
         home = self._busy if busy else self._idle
-        if subscription._home is not home:
+        if subscription.home is not home:
             home.adopt(subscription)
 
     def read(self, timeout_s: float, *, awaits_requests: bool = True) -> ReadResult:
@@ -298,7 +301,7 @@ class _Xread:
             index = self._by_name[name]
             stream = self.streams[index]
             # Without entries, Redis woke us for some that were deleted before it read them
-            if entries and stream.subscription._home is not None:
+            if entries and stream.subscription.home is not None:
                 unread = stream.unread(entries, self._afters[index])
                 if unread:
                     found.append((stream, unread))
@@ -343,18 +346,22 @@ class _Watch:
 
     def adopt(self, subscription: Subscription) -> None:
         """Become the home of a subscription; the other watch keeps it until this one reads it."""
-        subscription._home = self
+        subscription.home = self
         self.members[subscription] = None
         self._leaving.pop(subscription, None)
-        if subscription in self.other.members:
-            self.other._leaving[subscription] = None
+        self.other.give_up(subscription)
+
+    def give_up(self, subscription: Subscription) -> None:
+        """The other watch is its home now: keep it until that one reads it."""
+        if subscription in self.members:
+            self._leaving[subscription] = None
 
     def remove(self, subscription: Subscription) -> None:
         """Read it no more from the next XREAD on."""
         self._leaving.pop(subscription, None)
         self.members.pop(subscription, None)
 
-    def _covers(self, subscription: Subscription) -> bool:
+    def covers(self, subscription: Subscription) -> bool:
         """Whether the latest XREAD reads this subscription. The next one will, if this is its home."""
         return subscription in self._subscriptions
 
@@ -370,7 +377,7 @@ class _Watch:
         once."""
         if self.is_waiting:
             return
-        for subscription in [leaving for leaving in self._leaving if self.other._covers(leaving)]:
+        for subscription in [leaving for leaving in self._leaving if self.other.covers(leaving)]:
             self.remove(subscription)
         awaits_all = self._awaits_all_settled
         covered = [
@@ -481,7 +488,7 @@ class _Watch:
             for member in members
         ]
         for member, reply in zip(members, self.link.call_many(*probes), strict=True):
-            if isinstance(reply, CommandError) and member._home is not None:
+            if isinstance(reply, CommandError) and member.home is not None:
                 result.failed[member] = reply
         self._unexplained_errors = 0 if result.failed else self._unexplained_errors + 1
         if self._unexplained_errors > 1:

@@ -2,6 +2,8 @@
 
 Batchers and workers both write results: a worker by `commit` and `answer_ahead`, a batcher by `refuse` and
 `answer_ahead`.
+
+Why: docs/decisions/0007.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from carpool.messages.batches import Batch, BatchedRequest, tickets_of_each
 from carpool.messages.results import Result, ResultColumns, RunResults
 from carpool.messages.sequences import SequenceChange
 from carpool.rows import Rows
-from carpool.store.arguments import Group, ScriptKeys, group_list_args
+from carpool.store.arguments import Group, ScriptKeys, change_args, group_list_args
 from carpool.store.connection import Argument, Link, Script
-from carpool.store.sequences import change_args
 from carpool.tickets import TicketRange
 from carpool.wire.results import (
     encode_alike,

@@ -1,7 +1,7 @@
 """What a worker of a stepping model does in Redis beside `WorkerStore`: write chunks, hand requests over.
 
 Each request is alone in its batch. Its progress has the chunks that were written, in the form in which
-another model process needs them to go on (`carpool_worker.model_process.step_frames`).
+another model process needs them to go on (`carpool_worker.model_process.stepping.frames`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Replies of Redis of which only a limited number of bytes is kept.
 
 hiredis keeps a whole reply, and most of it twice. Here a large string is received in place, or not kept.
+
+Why: docs/decisions/0067.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Final
 from carpool.clock import RedisClock
 from carpool.keys import Keys, models_key
 from carpool.store.connection import CommandError, Link, Script
-from carpool.store.directory import SNAPSHOT_COMMANDS, ModelSnapshot, read_snapshot, snapshot_commands
+from carpool.store.directory import ModelSnapshot, read_snapshot, snapshot_commands
 from carpool.store.eviction import eviction_warning
 
 _LEASE: Final = Script("lease")
@@ -49,12 +49,10 @@ class Upkeep:
 
     def snapshots(self, models: Sequence[Keys]) -> list[ModelSnapshot | CommandError]:
         """The states of these models."""
-        replies = self._link.call_many(*[command for keys in models for command in snapshot_commands(keys)])
+        of_models = [snapshot_commands(keys) for keys in models]
+        replies = iter(self._link.call_many(*[one for commands in of_models for one in commands.values()]))
         now_ms = self._clock.now_us() // 1000
-        return [
-            read_snapshot(replies[start : start + SNAPSHOT_COMMANDS], now_ms)
-            for start in range(0, len(replies), SNAPSHOT_COMMANDS)
-        ]
+        return [read_snapshot({name: next(replies) for name in of_model}, now_ms) for of_model in of_models]
 
     def publish_reports(self, reports: Sequence[tuple[Keys, str]], ttl_ms: int) -> list[CommandError | None]:
         """Publish these reports; they expire after `ttl_ms`."""

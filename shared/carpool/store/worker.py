@@ -14,7 +14,7 @@ from carpool.messages.sequences import SequenceChange
 from carpool.messages.settled import Executed
 from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.rows import Body, StoredBody
-from carpool.store.arguments import ScriptKeys, group_list_args, list_args
+from carpool.store.arguments import ScriptKeys, change_args, group_list_args, list_args
 from carpool.store.connection import Argument, Command, CommandError, Link, Script
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.declarations import Declarations
@@ -30,7 +30,6 @@ from carpool.store.results import (
     release,
     result_groups,
 )
-from carpool.store.sequences import change_args
 from carpool.wire.batches import decode_batch, encode_dead_letter, settled_fields
 from carpool.wire.registration import OPTIONAL_FIELDS
 

@@ -6,6 +6,7 @@ Only batchers and workers write these, so a malformed one is a bug, and decoding
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import msgpack
@@ -22,7 +23,7 @@ from carpool.messages.settled import (
     SettledEvent,
     Streamed,
 )
-from carpool.model_settings import RESULT_BYTES_DEFAULT
+from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Body, Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
 
@@ -92,6 +93,8 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
     if gone:
         entry_ids = frozenset(gone.decode().split())
         runs = [run for run in runs if run.entry_id not in entry_ids]
+    settings = raw.get(b"settings", b"")
+    of_model = _settings_of_batch(settings)
     batch = Batch(
         entry_id.decode(),
         epoch,
@@ -103,14 +106,20 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         int(raw.get(b"expected_us", b"0")),
         raw.get(b"stream") == b"1",
         int(raw.get(b"cost", b"1")),
-        raw.get(b"settings", b"").decode(),
+        settings.decode() if b"stream" in raw else "",
         raw.get(b"process", b"").decode(),
-        int(raw[b"max_execution_ms"]) if b"max_execution_ms" in raw else None,
-        int(raw.get(b"max_result_bytes", RESULT_BYTES_DEFAULT)),
+        of_model.max_execution_ms,
+        of_model.max_result_bytes,
     )
     if b"answered" in raw:
         batch.answered = _positions_in_lists(batch, frozenset(raw[b"answered"].decode().split()))
     return batch
+
+
+@lru_cache(maxsize=16)
+def _settings_of_batch(text: bytes) -> ModelSettings:
+    """Read once: batches of a model have the same text until its settings change."""
+    return ModelSettings.of_batch(text)
 
 
 def _positions_in_lists(batch: Batch, correlation_ids: frozenset[str]) -> frozenset[int]:

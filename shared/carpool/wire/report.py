@@ -2,6 +2,8 @@
 
 Its counters start at 0 when the batcher takes the lease, so a rate is the difference between two reports of
 the same batcher, divided by the time between them.
+
+Why: docs/decisions/0022.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ and those of the expiration are applied here.
 An entry has one request (`body`), columns (`correlation_ids` and `rows`), or several of both (`requests`).
 Requests that differ only in their correlation IDs and bodies become one run (`runs`), as do columns
 (`columns`). The batcher writes entries itself: those of requests that it puts back (`put_back`).
+
+Why: docs/decisions/0005.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Producers and models have values that neither msgpack nor JSON knows. One becomes an array or a plain number
 where that is exact, and it is clear which one is meant. All others are refused: a guess would be a wrong
 value with the status OK. docs/values.md has a table of them, which tests/unit/test_values.py runs.
+
+Why: docs/decisions/0084.
 """
 
 from __future__ import annotations

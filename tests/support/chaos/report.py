@@ -50,19 +50,11 @@ _QUOTED_COLUMNS: Final = (
 )  # fmt: skip
 _QUOTED: Final = (
     "the active batcher is killed",
-    "the active batcher stands still past its lease",
     "a worker is killed",
-    "a worker stands still past its lease",
     "a model process is killed",
-    "a producer at ten times the pace",
     "Redis is killed, appendfsync always",
-    "Redis is killed, appendfsync everysec",
-    "Redis stands still for 30 s",
-    "the memory of Redis is full",
-    "the disk of Redis is full",
     "the network carries no replies for 5 s",
     "the primary is killed, with Sentinel",
-    "the primary is killed, in a cluster",
     "any of these that leave the network alone, at random",
 )
 _QUOTED_TABLE: Final = re.compile(r"^\| fault \|.*?(?=\n\n)", re.MULTILINE | re.DOTALL)

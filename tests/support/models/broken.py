@@ -12,7 +12,7 @@ from carpool import StateSpec, Unhealthy
 
 if TYPE_CHECKING:
     from carpool_worker.model_process.model import BoundSequence, RequestInfo
-    from carpool_worker.model_process.stepping import StepRequest
+    from carpool_worker.model_process.stepping.requests import StepRequest
 
 ASSERT = (
     "CUDA error: device-side assert triggered\n"

@@ -8,6 +8,8 @@ a producer sends was executed, time is planned for it again.
 
 `learned.executed_share` is for what cannot be told by producer: requests that fail now and then, and many
 producers that each send few.
+
+Why: docs/decisions/0077.
 """
 
 from __future__ import annotations

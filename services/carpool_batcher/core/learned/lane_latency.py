@@ -6,6 +6,8 @@ to be in time, so that nothing is executed and nothing is learned. The same hold
 was slow because the model was cold. Therefore there are trials: if no request of a lane can be in time, and
 nothing was learned of the lane recently, one batch is dispatched all the same. Trials take a small share of
 the time.
+
+Why: docs/decisions/0014.
 """
 
 from __future__ import annotations

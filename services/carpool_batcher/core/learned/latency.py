@@ -16,6 +16,8 @@ last one it grows as in the octave before that. Of the batches of a size, a tent
 - Several observations in a row far above, or far below, what their classes say are a change of the model's
   speed. All earlier observations are then scaled by the same ratio.
 - Sizes that are not observed any more follow the slow drift of those that are.
+
+Why: docs/decisions/0013.
 """
 
 from __future__ import annotations
@@ -150,7 +152,7 @@ class LatencyModel:
             if not one.is_full:
                 one.fit(usual_margin)
         self._follow_drift()
-        self._forget_doubtful()
+        self._forget_unconfirmed()
         numbers = sorted(self._classes)
         if len(self._classes[numbers[-1]]) == 1 and self._is_slow(numbers[-1], UNCONFIRMED_RATIO_MIN):
             numbers.pop()
@@ -201,7 +203,7 @@ class LatencyModel:
         sizes, times_us, longer_us = map(list, zip(*with_steps(list(knots)), strict=True))
         return Curve(sizes, times_us, longer_us)
 
-    def _forget_doubtful(self) -> None:
+    def _forget_unconfirmed(self) -> None:
         """Forget classes of the largest sizes that seem slow, were hardly seen, and not for long."""
         fresh_from = self._count - FORGOTTEN_AFTER_OBSERVATIONS
         largest_fresh = max(number for number, one in self._classes.items() if one.numbers[-1] > fresh_from)

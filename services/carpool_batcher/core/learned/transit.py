@@ -13,6 +13,8 @@ If transit was long for a moment, no request may seem to be in time any more. Th
 (`learned.lane_latency`), ten in a second. It would take seconds until they outnumber what was learned. So if
 two batches in turn, each dispatched after a pause, take less than half of what is usual for their magnitude,
 all is learned anew.
+
+Why: docs/decisions/0051.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class Transit:
     def _forget(self) -> None:
         self.round_trips = RecentTimes()  # of batches of all sizes
         self.deliveries = RecentTimes()
-        self._of_magnitudes = [RecentTimes() for _ in range(MAGNITUDES)]
+        self._by_magnitude = [RecentTimes() for _ in range(MAGNITUDES)]
         self._latest = [0] * MAGNITUDES  # the number of the latest batch of each, counted over all
         self._batches = 0
         self._quick_after_pauses = 0  # batches in turn
@@ -103,18 +105,18 @@ class Transit:
         whether it was dispatched after a pause."""
         own = magnitude(size)
         if dispatched_us - self._settled_us > PAUSE_US:
-            self._doubt(self._of_magnitudes[own], round_trip_us)
+            self._check_after_pause(self._by_magnitude[own], round_trip_us)
         self._settled_us = max(self._settled_us, settled_us)
         self.round_trips.observe(round_trip_us)
-        self._of_magnitudes[own].observe(round_trip_us)
+        self._by_magnitude[own].observe(round_trip_us)
         self._batches += 1
         self._latest[own] = self._batches
         for other, latest in enumerate(self._latest):
             if latest == self._batches - FORGOTTEN_AFTER_BATCHES:
-                self._of_magnitudes[other] = RecentTimes()
+                self._by_magnitude[other] = RecentTimes()
         self._by_size = None
 
-    def _doubt(self, usual: RecentTimes, round_trip_us: int) -> None:
+    def _check_after_pause(self, usual: RecentTimes, round_trip_us: int) -> None:
         """After a pause: count batches that are quick, and forget all if there are enough in turn."""
         is_quick = usual.are_enough and 0 < OUTDATED_RATIO_MIN * round_trip_us < usual.median_us
         self._quick_after_pauses = self._quick_after_pauses + 1 if is_quick else 0
@@ -144,10 +146,10 @@ class Transit:
         return self._by_size
 
     def _computed(self) -> TransitBySize:
-        known = [times for times in self._of_magnitudes if times.are_enough]
+        known = [times for times in self._by_magnitude if times.are_enough]
         chosen = known[0] if known else self.round_trips
         of_each: list[RecentTimes] = []
-        for own in self._of_magnitudes:
+        for own in self._by_magnitude:
             chosen = own if own.are_enough else chosen
             of_each.append(chosen)
         deliveries = self.deliveries

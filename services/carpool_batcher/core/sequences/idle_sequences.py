@@ -15,14 +15,14 @@ class IdleSequences:
         self._since: dict[Sequence, tuple[int, bool]] = {}
         self._broken: dict[Sequence, None] = {}
 
-    def add(self, sequence: Sequence, now_us: int, *, waits: bool, is_kept: bool) -> None:
+    def add(self, sequence: Sequence, now_us: int, *, waits: bool, has_state: bool) -> None:
         """A sequence is idle. If it was so before, that counts, unless requests waited and do not any more,
         or the other way round. Times must not decrease from call to call."""
         since = self._since.get(sequence)
         if since is None or since[1] is not waits:
             self._since.pop(sequence, None)
             self._since[sequence] = now_us, waits
-        if waits or is_kept:
+        if waits or has_state:
             self._broken.pop(sequence, None)
         else:
             self._broken.setdefault(sequence)

@@ -88,13 +88,13 @@ class Segment:
         start = [] if self.start is None else [self.start]
         return [*start, *self._in_order, *self._by_index.values()]
 
-    def take_rest(self) -> Iterable[Run]:
+    def pop_rest(self) -> Iterable[Run]:
         """Take out those after the start. O(1)."""
-        in_order = self.take_unnumbered()
+        in_order = self.pop_unnumbered()
         by_index, self._by_index = self._by_index, {}
         return chain(in_order, by_index.values())
 
-    def take_unnumbered(self) -> Iterable[Run]:
+    def pop_unnumbered(self) -> Iterable[Run]:
         """Take out those after the start without an index. O(1)."""
         in_order, self._in_order = self._in_order, OrderedDict()
         return in_order
@@ -112,7 +112,7 @@ class Segment:
         return min(indexed, unindexed, key=place_of)
 
 
-class Taken:
+class InFlight:
     """The request of a sequence that is in flight. `has_failed`: it has another answer than OK.
 
     `is_counted`: a batcher that took over found its state kept already.
@@ -134,9 +134,9 @@ class Sequence:
     Segments of which nothing is left are dropped when there are many: else one sequence whose starts all end
     without a result would have ever more.
 
-    `kept`: the next request can go on with its state. `next_index`: how many requests succeeded since it was
-    started; `first_id` and `last_id` the correlation IDs of the first and the last of them. `head`: the
-    request that is in a lane; `taken`: the one that is in flight. At most one of the two is set.
+    `has_state`: the next request can go on with its state. `next_index`: how many requests succeeded since it
+    was started; `first_id` and `last_id` the correlation IDs of the first and the last of them. `head`: the
+    request that is in a lane; `in_flight`: the one that is in flight. At most one of the two is set.
 
     `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `occupies_space`: it
     is begun, and neither ended nor broken. `waits_for_space`: its start waits until there is space
@@ -148,29 +148,29 @@ class Sequence:
         "_segments_max",
         "broken_at",
         "first_id",
+        "has_state",
         "head",
+        "in_flight",
         "is_in_process",
         "is_recorded",
-        "kept",
         "last_id",
         "next_index",
         "occupies_space",
         "process",
         "segments",
         "sequence_id",
-        "taken",
         "waits_for_space",
     )
 
     def __init__(self, sequence_id: str) -> None:
         self.sequence_id = sequence_id
         self.segments: deque[Segment] = deque([Segment()])
-        self.kept = False
+        self.has_state = False
         self.next_index = 0
         self.first_id = ""
         self.last_id = ""
         self.head: Run | None = None
-        self.taken: Taken | None = None
+        self.in_flight: InFlight | None = None
         self.is_recorded = False
         self.broken_at = ""
         self.occupies_space = False
@@ -187,19 +187,19 @@ class Sequence:
     @property
     def is_busy(self) -> bool:
         """Whether a request of it is in a lane or in flight."""
-        return self.head is not None or self.taken is not None
+        return self.head is not None or self.in_flight is not None
 
     @property
     def can_go_on(self) -> bool:
         """Whether a request can be served with its state, now or later. If it is broken, those that stand
         before the break are still served."""
         current = self.current
-        return self.kept and not (current.broken and current.turn_of(self.next_index) is None)
+        return self.has_state and not (current.broken and current.turn_of(self.next_index) is None)
 
     @property
     def is_begun(self) -> bool:
         """Whether requests other than a start can be served now or later."""
-        return self.kept or self.is_busy or any(segment.start is not None for segment in self.segments)
+        return self.has_state or self.is_busy or any(segment.start is not None for segment in self.segments)
 
     def add(self, run: Run) -> Segment:
         """A request arrived, and waits. Returns its segment."""
@@ -246,7 +246,7 @@ class Sequence:
             served = 0 if current[0].starts else served
             if index == served:
                 return current[1]
-        elif not self.kept:
+        elif not self.has_state:
             return None
         if index >= served:
             return None
@@ -262,11 +262,11 @@ class Sequence:
         current = self._current_part()
         if current is not None and current[0].starts:
             return current[1] if current[0].index == 0 else None
-        return self.first_id if self.kept else None
+        return self.first_id if self.has_state else None
 
     def _current_part(self) -> tuple[SequencePart, str] | None:
-        if self.taken is not None:
-            return self.taken.part, self.taken.correlation_id
+        if self.in_flight is not None:
+            return self.in_flight.part, self.in_flight.correlation_id
         if self.head is not None:
             return part_of(self.head), self.head.correlation_ids[0]
         return None

@@ -16,6 +16,8 @@
    a process that is gone, or that drains, goes to another one.
 
 Events are recorded, and `decide` says what follows from them: so it sees all that arrived together.
+
+Why: docs/decisions/0057.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from carpool_batcher.core.sequences.sequence import (
     ENDED_BY_FORCE,
     FAILED_BEFORE,
     PROCESS_GONE,
+    InFlight,
     Segment,
     Sequence,
-    Taken,
     aborted,
     did_not_arrive,
     did_not_succeed,
@@ -98,14 +100,40 @@ class _End(NamedTuple):
     place: str
 
 
+class Followers:
+    """Requests that wait and are not in a lane, each with its segment; None: not read completely yet."""
+
+    def __init__(self) -> None:
+        self._segments: dict[Run, Segment | None] = {}
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._segments)
+
+    def __contains__(self, run: Run) -> bool:
+        return run.waits_in is self
+
+    def add(self, run: Run, segment: Segment | None) -> None:
+        """A request is one from now on."""
+        run.waits_in = self
+        self._segments[run] = segment
+
+    def pop(self, run: Run) -> Segment | None:
+        """A request is none any more. Returns its segment."""
+        run.waits_in = None
+        return self._segments.pop(run)
+
+    def segment_of(self, run: Run) -> Segment | None:
+        """The segment of a follower, if that is known."""
+        return self._segments.get(run)
+
+
 class Sequences:
-    """The sequences of one model. `followers`: requests that wait and are not in a lane, with their
-    segments."""
+    """The sequences of one model."""
 
     def __init__(self, space: Space | None = None) -> None:
         self.space = Space() if space is None else space
         self.idle_us = 0
-        self.followers: dict[Run, Segment | None] = {}  # None: not read completely yet
+        self.followers = Followers()
         self._by_id: dict[str, Sequence] = {}
         self._changed: dict[Sequence, None] = {}  # since the last `decide`
         self._breaks: dict[Segment, str] = {}  # after these places requests are aborted
@@ -118,14 +146,14 @@ class Sequences:
         self._unread: list[tuple[str, Run | _Break | _End]] | None = None  # while a batcher takes over
         self._loaded: dict[str, KeptSequence] = {}
         self._restarts: dict[str, str] = {}  # the places of starts that were in flight then, by sequence
-        self._kept = self._started = self._ended = self._broken = 0
+        self._begun = self._started = self._ended = self._broken = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def census(self) -> SequenceCensus:
         """For the report."""
-        return SequenceCensus(self._kept, len(self._to_start), self._started, self._ended, self._broken)
+        return SequenceCensus(self._begun, len(self._to_start), self._started, self._ended, self._broken)
 
     # --- taking over ---------------------------------------------------------------------------------------
 
@@ -142,7 +170,7 @@ class Sequences:
             sequence = self._by_id[one.sequence_id] = Sequence(one.sequence_id)
             sequence.is_recorded = True
             if one.next_index is not None:
-                sequence.kept, sequence.next_index = True, one.next_index
+                sequence.has_state, sequence.next_index = True, one.next_index
                 sequence.first_id, sequence.last_id = one.first_id, one.last_id
                 self.space.restore(sequence, one.process)
             if one.failed_at:
@@ -151,23 +179,23 @@ class Sequences:
                 sequence.broken_at = one.broken_at
                 self._unread.append((one.broken_at, _break_known(one, one.broken_at, one.broken)))
             self._loaded[one.sequence_id] = one
-            self._idle.add(sequence, one.changed_us, waits=False, is_kept=sequence.kept)
+            self._idle.add(sequence, one.changed_us, waits=False, has_state=sequence.has_state)
 
     def adopt(self, run: Run, process: str = "") -> None:
         """This request is in flight, dispatched by a previous batcher to this process, if it is of a bound
         model. Its result may be in Redis already."""
         part, correlation_id = part_of(run), run.correlation_ids[0]
         sequence, loaded = self._sequence(part.sequence_id), self._loaded.get(part.sequence_id)
-        taken = sequence.taken = Taken(part, correlation_id, sequence.current)
+        in_flight = sequence.in_flight = InFlight(part, correlation_id, sequence.current)
         if part.starts:
             self._restarts[part.sequence_id] = part.place
         self.space.restore(sequence, process)
-        taken.is_counted = sequence.kept and not part.starts and sequence.last_id == correlation_id
+        in_flight.is_counted = sequence.has_state and not part.starts and sequence.last_id == correlation_id
         is_broken = loaded is not None and part.place in (loaded.broken_at, loaded.failed_at)
-        is_without_state = not (part.starts or part.ends or sequence.kept)
-        taken.has_failed = is_broken or is_without_state
-        if taken.has_failed:
-            sequence.kept, sequence.current.broken = False, did_not_succeed(correlation_id)
+        is_without_state = not (part.starts or part.ends or sequence.has_state)
+        in_flight.has_failed = is_broken or is_without_state
+        if in_flight.has_failed:
+            sequence.has_state, sequence.current.broken = False, did_not_succeed(correlation_id)
             sequence.is_recorded = True  # with its result, at the latest
 
     def complete(self) -> None:
@@ -188,7 +216,7 @@ class Sequences:
             elif type(event) is _End:
                 self.end(event.sequence_ids, event.place)
             elif type(event) is Run and event in self.followers:
-                del self.followers[event]
+                self.followers.pop(event)
                 self._replay_arrival(event)
         self._loaded.clear()
         self._restarts.clear()
@@ -241,10 +269,11 @@ class Sequences:
         """A request waits."""
         if self._unread is not None:
             self._unread.append((place_of(run), run))
-            self.followers[run] = None
+            self.followers.add(run, None)
             return
         sequence = self._sequence(part_of(run).sequence_id)
-        self.followers[run] = segment = sequence.add(run)
+        segment = sequence.add(run)
+        self.followers.add(run, segment)
         if segment.start is run:
             self._breaks.pop(segment, None)  # of an earlier start that had this segment
         self._changed[sequence] = None
@@ -282,9 +311,9 @@ class Sequences:
         self._to_start.discard(sequence)
         sequence.segments.clear()
         sequence.segments.append(Segment(broken=ENDED_BY_FORCE))
-        head, sequence.head, sequence.kept = sequence.head, None, False
-        if sequence.taken is not None:
-            sequence.taken.has_failed = True
+        head, sequence.head, sequence.has_state = sequence.head, None, False
+        if sequence.in_flight is not None:
+            sequence.in_flight.has_failed = True
         part = SequencePart(sequence.sequence_id, False, True, None, place)
         self._marks.pop(sequence, None)
         self._decided.changes.append(SequenceChange(part, "", "ended"))
@@ -317,42 +346,42 @@ class Sequences:
             return
         known = self._by_id.get(part.sequence_id)
         if known is not None and known.head is run:
-            known.head, known.kept = None, False
+            known.head, known.has_state = None, False
             self._break(known, known.current, event)
 
-    def take(self, run: Run) -> None:
+    def dispatch(self, run: Run) -> None:
         """A head is dispatched."""
         part = part_of(run)
         sequence = self._by_id[part.sequence_id]
         sequence.head, sequence.is_in_process = None, True
-        sequence.taken = Taken(part, run.correlation_ids[0], sequence.current)
+        sequence.in_flight = InFlight(part, run.correlation_ids[0], sequence.current)
 
     # --- in flight -----------------------------------------------------------------------------------------
 
     def settle(self, run: Run, *, is_broken: bool) -> None:
         """The batch of this request settled. `is_broken`: it was not answered OK."""
-        sequence = self._with_taken(run)
-        if sequence is None or sequence.taken is None:
+        sequence = self._with_in_flight(run)
+        if sequence is None or sequence.in_flight is None:
             return
         if is_broken:
             self.fail(run)
-        taken, sequence.taken = sequence.taken, None
+        in_flight, sequence.in_flight = sequence.in_flight, None
         self._changed[sequence] = None
-        if taken.has_failed:
+        if in_flight.has_failed:
             return
-        part = taken.part
+        part = in_flight.part
         self._started += part.starts
         self._ended += part.ends
-        sequence.kept = not part.ends
-        sequence.is_in_process = sequence.kept
-        sequence.is_recorded = sequence.kept or sequence.broken_at > part.place
+        sequence.has_state = not part.ends
+        sequence.is_in_process = sequence.has_state
+        sequence.is_recorded = sequence.has_state or sequence.broken_at > part.place
         if part.starts or part.ends:
             sequence.next_index = int(not part.ends)
-        elif not taken.is_counted:
+        elif not in_flight.is_counted:
             sequence.next_index += 1
-        sequence.last_id = taken.correlation_id
+        sequence.last_id = in_flight.correlation_id
         if part.starts:
-            sequence.first_id = taken.correlation_id
+            sequence.first_id = in_flight.correlation_id
 
     def fail(self, run: Run) -> None:
         """This request in flight was answered, and not OK. Redis knows of it."""
@@ -362,25 +391,25 @@ class Sequences:
         """This request was to be dispatched, or is in flight, and is not in Redis any more."""
         sequence = self._fail(run, is_recorded=False)
         if sequence is not None:
-            sequence.taken = None
+            sequence.in_flight = None
 
     def _fail(self, run: Run, *, is_recorded: bool) -> Sequence | None:
-        sequence = self._with_taken(run)
-        if sequence is None or sequence.taken is None:
+        sequence = self._with_in_flight(run)
+        if sequence is None or sequence.in_flight is None:
             return None
-        taken = sequence.taken
-        if not taken.has_failed:
-            taken.has_failed, sequence.kept = True, False
-            reason = did_not_succeed(taken.correlation_id)
-            event = _Break(taken.part, taken.correlation_id, reason, is_recorded)
-            self._break(sequence, taken.segment, event)
+        in_flight = sequence.in_flight
+        if not in_flight.has_failed:
+            in_flight.has_failed, sequence.has_state = True, False
+            reason = did_not_succeed(in_flight.correlation_id)
+            event = _Break(in_flight.part, in_flight.correlation_id, reason, is_recorded)
+            self._break(sequence, in_flight.segment, event)
         self._changed[sequence] = None
         return sequence
 
-    def _with_taken(self, run: Run) -> Sequence | None:
+    def _with_in_flight(self, run: Run) -> Sequence | None:
         part = part_of(run)
         sequence = self._by_id.get(part.sequence_id)
-        if sequence is None or sequence.taken is None or sequence.taken.part.place != part.place:
+        if sequence is None or sequence.in_flight is None or sequence.in_flight.part.place != part.place:
             return None
         return sequence
 
@@ -406,9 +435,9 @@ class Sequences:
         for marks in self._marks.values():
             self._decided.changes.extend(sorted(marks, key=lambda mark: mark.part.place))
         self._marks.clear()
-        yield self._take_decided()
+        yield self._pop_decided()
 
-    def _take_decided(self) -> Decided:
+    def _pop_decided(self) -> Decided:
         decided, self._decided = self._decided, Decided.nothing()
         return decided
 
@@ -420,7 +449,7 @@ class Sequences:
         for number, sequence in enumerate(changed, 1):
             self._advance(sequence, now_us)
             if not number % REFUSED_AT_ONCE:
-                yield self._take_decided()
+                yield self._pop_decided()
         self._begin_waiting(now_us)
         yield from self._refuse_doomed()
 
@@ -435,7 +464,7 @@ class Sequences:
         for number, run in enumerate(sorted(later, key=place_of), 1):
             self._refuse(segment, run, aborted(run, segment.broken))
             if not number % REFUSED_AT_ONCE:
-                yield self._take_decided()
+                yield self._pop_decided()
 
     def _refuse_doomed(self) -> Iterator[Decided]:
         refusals = self._decided.refusals
@@ -443,10 +472,10 @@ class Sequences:
             runs, refusal_of = self._doomed.popleft()
             for run in runs:
                 if run in self.followers:  # else it expired, or was withdrawn
-                    del self.followers[run]
+                    self.followers.pop(run)
                     refusals.append(refusal_of(run))
                     if len(refusals) >= REFUSED_AT_ONCE:
-                        yield self._take_decided()
+                        yield self._pop_decided()
                         refusals = self._decided.refusals
 
     def _advance(self, sequence: Sequence, now_us: int) -> None:
@@ -458,14 +487,14 @@ class Sequences:
         if sequence.is_busy or sequence.waits_for_space:
             self._idle.discard(sequence)
         elif sequence.is_recorded or waits or sequence.current.broken:
-            self._idle.add(sequence, now_us, waits=waits, is_kept=sequence.kept)
+            self._idle.add(sequence, now_us, waits=waits, has_state=sequence.has_state)
         else:
             self._idle.discard(sequence)
             del self._by_id[sequence.sequence_id]
 
     def _recount(self, sequence: Sequence) -> None:
         occupies_space = sequence.is_busy or sequence.can_go_on
-        self._kept += occupies_space - sequence.occupies_space
+        self._begun += occupies_space - sequence.occupies_space
         sequence.occupies_space = occupies_space
         if not occupies_space:
             self._leave(sequence)
@@ -477,61 +506,61 @@ class Sequences:
             if segment.start is not None:
                 self._begin(sequence, segment.start)
                 return
-            run = segment.turn_of(sequence.next_index) if sequence.kept else None
+            run = segment.turn_of(sequence.next_index) if sequence.has_state else None
             if run is not None:
                 self._promote(sequence, run)
                 return
             is_last = len(sequence.segments) == 1
-            self._refuse_unservable(segment, is_kept=sequence.kept, is_last=is_last)
+            self._refuse_unservable(segment, has_state=sequence.has_state, is_last=is_last)
             if segment.broken:
-                sequence.kept = False
+                sequence.has_state = False
             if is_last or segment.has_rest:
                 return
             sequence.segments.popleft()
 
-    def _refuse_unservable(self, segment: Segment, *, is_kept: bool, is_last: bool) -> None:
+    def _refuse_unservable(self, segment: Segment, *, has_state: bool, is_last: bool) -> None:
         """None of these requests has its turn. Only those stay that wait for an index or a start."""
         if segment.broken:
-            self._doomed.append((segment.take_rest(), partial(_aborted, segment.broken)))
-        elif not is_kept:
-            runs = segment.take_unnumbered() if is_last else segment.take_rest()
+            self._doomed.append((segment.pop_rest(), partial(_aborted, segment.broken)))
+        elif not has_state:
+            runs = segment.pop_unnumbered() if is_last else segment.pop_rest()
             self._doomed.append((runs, never_begun))
 
     def _begin(self, sequence: Sequence, start: Run) -> None:
         """It is the turn of a start: it becomes the head if there is space."""
-        if not self.space.is_taken_by(sequence):
+        if not self.space.is_occupied_by(sequence):
             self._leave(sequence)
-            sequence.kept = False
-            if not (self._to_start.is_first(place_of(start)) and self.space.is_free(self._kept)):
+            sequence.has_state = False
+            if not (self._to_start.is_first(place_of(start)) and self.space.is_free(self._begun)):
                 self._to_start.add(sequence, place_of(start))
                 return
         self._to_start.discard(sequence)
-        self.space.take(sequence)
+        self.space.occupy(sequence)
         self._promote(sequence, start)
 
     def _begin_waiting(self, now_us: int) -> None:
         """Sequences that wait to start begin, as far as there is space."""
-        while self._to_start and self.space.is_free(self._kept):
+        while self._to_start and self.space.is_free(self._begun):
             sequence = self._to_start.pop()
             if sequence is not None:
                 self._advance(sequence, now_us)
 
     def _promote(self, sequence: Sequence, run: Run) -> None:
         sequence.current.remove(run)
-        del self.followers[run]
+        self.followers.pop(run)
         sequence.head = run
         self._decided.heads.append(run)
 
     def awaited(self, run: Run) -> str:
         """What a follower waits for, to tell its producer; '' if it is unknown, or if this is a head."""
-        if self.followers.get(run) is None:
+        if self.followers.segment_of(run) is None:
             return ""
         sequence = self._by_id[part_of(run).sequence_id]
         if sequence.waits_for_space:
             return self.space.awaited()
         if sequence.is_busy:
             return "an earlier request of its sequence"
-        if sequence.kept:
+        if sequence.has_state:
             return f"the request of its sequence with the index {sequence.next_index}"
         return "the start of its sequence"
 
@@ -562,19 +591,19 @@ class Sequences:
                     self._leave_process(sequence)
 
     def _leave_process(self, sequence: Sequence) -> None:
-        head, taken = sequence.head, sequence.taken
+        head, in_flight = sequence.head, sequence.in_flight
         if head is not None:
             sequence.head = None
             sequence.current.add(head)
-            self.followers[head] = sequence.current
-        if taken is not None and not taken.has_failed:
-            taken.has_failed = True
-            event = _Break(taken.part, taken.correlation_id, PROCESS_GONE, False)
-            self._break(sequence, taken.segment, event)
-        elif taken is None and sequence.kept and sequence.current.start is None:
+            self.followers.add(head, sequence.current)
+        if in_flight is not None and not in_flight.has_failed:
+            in_flight.has_failed = True
+            event = _Break(in_flight.part, in_flight.correlation_id, PROCESS_GONE, False)
+            self._break(sequence, in_flight.segment, event)
+        elif in_flight is None and sequence.has_state and sequence.current.start is None:
             part = SequencePart(sequence.sequence_id, False, False, None, _FIRST_PLACE)
             self._break(sequence, sequence.current, _Break(part, "", PROCESS_GONE, False))
-        sequence.kept = False
+        sequence.has_state = False
         self._leave(sequence)
         self._changed[sequence] = None
 
@@ -603,20 +632,20 @@ class Sequences:
     def _refuse_stuck(self, sequence: Sequence) -> None:
         """Its requests wait for an index that did not come, or for a start."""
         segment = sequence.current
-        if sequence.kept:
+        if sequence.has_state:
             first = min(segment.rest(), key=place_of)
             reason = did_not_arrive(sequence.next_index, self.idle_us // 1000)
             event = _Break(part_of(first), first.correlation_ids[0], reason, False)
             self._break(sequence, segment, event)
-            sequence.kept = False
+            sequence.has_state = False
         refusal_of = partial(_aborted, segment.broken) if segment.broken else never_begun
-        self._doomed.append((segment.take_rest(), refusal_of))
+        self._doomed.append((segment.pop_rest(), refusal_of))
         self._changed[sequence] = None
 
     def _end_idle(self, sequence: Sequence) -> None:
-        self._kept -= sequence.occupies_space
+        self._begun -= sequence.occupies_space
         self._leave(sequence)
-        self._ended += sequence.kept
+        self._ended += sequence.has_state
         del self._by_id[sequence.sequence_id]
         self._marks.pop(sequence, None)
         if sequence.is_recorded:
@@ -633,7 +662,7 @@ class Sequences:
 
     def _refuse(self, segment: Segment, run: Run, refused: Refusal) -> None:
         segment.remove(run)
-        del self.followers[run]
+        self.followers.pop(run)
         self._decided.refusals.append(refused)
 
     def _break(self, sequence: Sequence, segment: Segment, event: _Break) -> None:

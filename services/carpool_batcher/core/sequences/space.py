@@ -32,7 +32,7 @@ class Space:
         """What a start waits for that has no space, to tell its producer."""
         return f"one of {self.begun_max} sequences to end (max_candidate_sequences)"
 
-    def is_taken_by(self, sequence: Sequence) -> bool:
+    def is_occupied_by(self, sequence: Sequence) -> bool:
         """Whether a sequence has space already, in which it can begin anew."""
         return sequence.occupies_space
 
@@ -43,7 +43,7 @@ class Space:
     def restore(self, sequence: Sequence, process: str) -> None:
         """A previous batcher gave space to a sequence."""
 
-    def take(self, sequence: Sequence) -> None:
+    def occupy(self, sequence: Sequence) -> None:
         """A sequence is begun. There is free space, or it has some."""
 
     def leave(self, sequence: Sequence) -> SlotFreed | None:
@@ -59,7 +59,7 @@ class Processes(Space):
         self.slots_each = 1
         self._live: dict[str, None] = {}  # in the order of Redis
         self._draining: Collection[str] = ()
-        self._taken: Counter[str] = Counter()  # slots
+        self._slots_taken: Counter[str] = Counter()  # slots
         self._in_flight: Counter[str] = Counter()  # batches
 
     def follow(self, live: Iterable[str], draining: Iterable[str]) -> None:
@@ -76,8 +76,8 @@ class Processes(Space):
     def _roomiest(self) -> str:
         """The process with the most free slots, of those that begin sequences; '' if none has any."""
         beginning = [process for process in self._live if process not in self._draining]
-        roomiest = min(beginning, key=self._taken.__getitem__, default="")
-        return roomiest if self._taken[roomiest] < self.slots_each else ""
+        roomiest = min(beginning, key=self._slots_taken.__getitem__, default="")
+        return roomiest if self._slots_taken[roomiest] < self.slots_each else ""
 
     def is_free(self, begun: int) -> bool:
         return bool(self._roomiest())
@@ -87,7 +87,7 @@ class Processes(Space):
             return "a model process"
         return f"one of {self.slots} slots of its model's processes (max_batch_size of each)"
 
-    def is_taken_by(self, sequence: Sequence) -> bool:
+    def is_occupied_by(self, sequence: Sequence) -> bool:
         return sequence.process in self._live and sequence.process not in self._draining
 
     def must_leave(self, sequence: Sequence) -> bool:
@@ -100,19 +100,19 @@ class Processes(Space):
         self.leave(sequence)
         sequence.process, sequence.is_in_process = process, True
         if process:
-            self._taken[process] += 1
+            self._slots_taken[process] += 1
 
-    def take(self, sequence: Sequence) -> None:
+    def occupy(self, sequence: Sequence) -> None:
         if not sequence.process:
             sequence.process = self._roomiest()
-            self._taken[sequence.process] += 1
+            self._slots_taken[sequence.process] += 1
 
     def leave(self, sequence: Sequence) -> SlotFreed | None:
         process, is_in_process = sequence.process, sequence.is_in_process
         sequence.process, sequence.is_in_process = "", False
         if not process:
             return None
-        _subtract_one(self._taken, process)
+        _subtract_one(self._slots_taken, process)
         return SlotFreed(process, sequence.sequence_id) if is_in_process else None
 
     # --- batches -------------------------------------------------------------------------------------------

@@ -30,9 +30,6 @@ class ArrivalOrder:
         self._heap: list[tuple[int, int, Run]] = []  # outdated items in it are skipped
         self._inserted_late = 0
 
-    def __contains__(self, run: Run) -> bool:
-        return run in self._in_turn or run in self._late
-
     def __iter__(self) -> Iterator[Run]:
         if not self._late:
             return iter(self._in_turn)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run
 from carpool.rows import Body, Rows, StoredBody
-
-NO_LIMIT: Final = 1 << 62
+from carpool_batcher.core.rules import NO_LIMIT, BatchLimits
 
 
 def bytes_of(run: Run, start: int = 0, stop: int = NO_LIMIT) -> int:
@@ -42,14 +40,6 @@ def _extra_bytes(run: Run) -> int:
 
 def _body_bytes(body: Body) -> int:
     return body.size_bytes if type(body) is StoredBody else len(body)
-
-
-class BatchLimits(NamedTuple):
-    """What a batch has at most."""
-
-    size: int = NO_LIMIT
-    cost: int = NO_LIMIT
-    bytes: int = NO_LIMIT
 
 
 class BatchSpace:

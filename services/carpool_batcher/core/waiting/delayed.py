@@ -3,6 +3,8 @@
 A delayed request takes a place in the queue for as long as its producer says, up to a day, and no worker can
 shorten that. So of each limit of the queue delayed requests take only a share (`max_delayed_share`): there is
 always space for others.
+
+Why: docs/decisions/0071.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from carpool.messages.requests import PRIORITY_LEVELS, Run
-from carpool.model_settings import ModelSettings
+from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.waiting.batch_space import bytes_of
 
 
@@ -23,35 +25,30 @@ class DelayedRuns:
     of the heap is such. `requests`: how many these runs have; `bytes`: those of these.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self.requests = 0
         self.bytes = 0
         self._by_priority = [0] * PRIORITY_LEVELS
-        self._runs: set[Run] = set()
+        self._number = 0  # of these runs
         self._heap: list[tuple[int, int, Run]] = []
         self._numbers = count()
 
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __contains__(self, run: Run) -> bool:
-        return run in self._runs
-
     def __iter__(self) -> Iterator[Run]:
-        return iter(self._runs)
+        return (run for _, _, run in self._heap if run.waits_in is self)
 
     def add(self, run: Run) -> None:
         """Hold this run until `run.arrival_us`."""
-        self._runs.add(run)
+        run.waits_in = self
+        self._number += 1
         self._count(run, 1)
         heapq.heappush(self._heap, (run.arrival_us, next(self._numbers), run))
 
     def remove(self, run: Run) -> None:
         """Hold this run no longer. It must be held."""
-        self._runs.remove(run)
-        self._count(run, -1)
-        if len(self._heap) > 2 * len(self._runs) + 64:
-            self._heap = [item for item in self._heap if item[2] in self._runs]
+        self._release(run)
+        if len(self._heap) > 2 * self._number + 64:
+            self._heap = [item for item in self._heap if item[2].waits_in is self]
             heapq.heapify(self._heap)
 
     def take(self, run: Run, indexes: Sequence[int]) -> Run:
@@ -65,15 +62,19 @@ class DelayedRuns:
         released: list[Run] = []
         while self._heap and self._heap[0][0] <= now_us:
             run = heapq.heappop(self._heap)[2]
-            if run in self._runs:
-                self._runs.remove(run)
-                self._count(run, -1)
+            if run.waits_in is self:
+                self._release(run)
                 released.append(run)
         return released
 
     def wake_at_us(self) -> int | None:
         """When the next run is due; None if none is held. It may have been removed meanwhile."""
-        return self._heap[0][0] if self._runs else None
+        return self._heap[0][0] if self._number else None
+
+    def _release(self, run: Run) -> None:
+        run.waits_in = None
+        self._number -= 1
+        self._count(run, -1)
 
     def _count(self, run: Run, sign: int) -> None:
         self.requests += sign * len(run)
@@ -82,29 +83,23 @@ class DelayedRuns:
 
     # --- their share of the limits -------------------------------------------------------------------------
 
-    def have_space(self, run: Run, size_bytes: int, settings: ModelSettings) -> bool:
+    def have_space(self, run: Run, size_bytes: int) -> bool:
         """Whether a run that has this many bytes may be held, too."""
-        number, space_bytes = self.space(run.priority, settings)
+        number, space_bytes = self.space(run.priority)
         return len(run) <= number and size_bytes <= space_bytes
 
-    def space(self, priority: int, settings: ModelSettings) -> tuple[int, int]:
+    def space(self, priority: int) -> tuple[int, int]:
         """How many more requests of this priority may be held, and of how many bytes."""
-        share = settings.max_delayed_share
-        number = _share_of(settings.max_queue_size, share) - self.requests
-        of_priority = settings.queue_size_of(priority)
-        if of_priority is not None:
-            number = min(number, _share_of(of_priority, share) - self._by_priority[priority])
-        return number, int(settings.max_queue_bytes * share) - self.bytes
+        rules = self._rules
+        number = rules.delayed_size - self.requests
+        if priority in rules.delayed_size_of_priority:
+            number = min(number, rules.delayed_size_of_priority[priority] - self._by_priority[priority])
+        return number, rules.delayed_bytes - self.bytes
 
-    def full(self, settings: ModelSettings) -> str:
+    def full(self) -> str:
         """Why no more may be held, for a producer."""
         return (
             f"not_before: delayed requests have their share of the queue (max_delayed_share "
-            f"{settings.max_delayed_share:g}): {self.requests} of {self.bytes} bytes wait; try again later, "
+            f"{self._rules.delayed_share:g}): {self.requests} of {self.bytes} bytes wait; try again later, "
             "or without a delay"
         )
-
-
-def _share_of(requests: int, share: float) -> int:
-    """A share of a number of requests; of a small number one, unless the share is 0."""
-    return max(int(requests * share), 1 if share else 0)

@@ -4,6 +4,8 @@ are stored under one key.
 Two requests are the same if they have the same correlation ID and the same address (`reply_to`). A later copy
 waits as any other request, because the first one may still vanish: only when that is dispatched, or when the
 queue is full, the copy is removed. Sequences know their duplicates themselves.
+
+Why: docs/decisions/0075.
 """
 
 from __future__ import annotations
@@ -200,7 +202,7 @@ class BodiesInUse:
         self.waiting: dict[str, int] = {}
         self._popped: set[str] = set()
         self._in_flight: dict[str, int] = {}
-        self._of_batches: dict[str, list[str]] = {}
+        self._by_batch: dict[str, list[str]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.waiting or name in self._in_flight or name in self._popped
@@ -229,13 +231,13 @@ class BodiesInUse:
         """These are in flight from now on."""
         names = [name for run in runs for name in stored_names(run.bodies)]
         if names:
-            self._of_batches[batch_id] = names
+            self._by_batch[batch_id] = names
             _count(self._in_flight, names)
 
     def end(self, batch_id: str) -> None:
         """A batch is not in flight any more."""
-        if self._of_batches:
-            _count_down(self._in_flight, self._of_batches.pop(batch_id, ()))
+        if self._by_batch:
+            _count_down(self._in_flight, self._by_batch.pop(batch_id, ()))
 
 
 def _count(numbers: dict[str, int], names: Iterable[str]) -> None:

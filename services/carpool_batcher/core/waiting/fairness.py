@@ -17,23 +17,23 @@ lanes could not be served for a while gets no credit for it: its turns count fro
 
 Requests wait in runs. How many requests of a run are served before another tenant's turn is calculated, with
 the outcome of turns for each request. For that, virtual time is in integers.
+
+Why: docs/decisions/0016.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain, count
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run
-from carpool.model_settings import ModelSettings
+from carpool_batcher.core.rules import Shares
 from carpool_batcher.core.waiting.arrival_order import ArrivalOrder, ascending
-from carpool_batcher.core.waiting.batch_space import NO_LIMIT, BatchSpace
+from carpool_batcher.core.waiting.batch_space import BatchSpace
 
-NO_WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({})
 COST_DURATION: Final = 1 << 32  # of one unit of cost with weight 1, in virtual time
 TENANTS_KEPT_MIN: Final = 16  # turns are kept for this many tenants, plus twice those that wait
 
@@ -44,29 +44,6 @@ class Slice(NamedTuple):
     run: Run
     start: int
     size: int
-
-
-class Shares(NamedTuple):
-    """By what turns are counted: the weights of tenants, and what a request counts as at least and at most,
-    whatever its cost."""
-
-    weights: Mapping[str, float] = NO_WEIGHTS
-    cost_min: int = 1
-    cost_max: int = NO_LIMIT
-
-
-EQUAL_SHARES: Final = Shares()
-
-
-def shares_of(settings: ModelSettings) -> Shares:
-    """A request counts as what it takes of a batch: its cost, at least the cost of one of `max_batch_size`
-    equal ones, and at most that of a whole batch. Without `max_batch_cost` a whole batch is one of
-    `max_batch_size` requests of cost 1: a cost that nothing limits must not move virtual time far."""
-    size = settings.max_batch_size
-    cost_max = size if settings.max_batch_cost is None else settings.max_batch_cost
-    # A batch of one request says nothing of how many a process takes: those of stepping models take slots.
-    cost_min = cost_max // size if size > 1 else 1
-    return Shares(settings.tenant_weights, max(1, cost_min), max(1, cost_max))
 
 
 class Turn(NamedTuple):
@@ -194,10 +171,6 @@ class FairQueue:
 
     def __bool__(self) -> bool:
         return bool(self._runs)
-
-    def __contains__(self, run: Run) -> bool:
-        runs = self._runs.get(run.tenant)
-        return runs is not None and run in runs
 
     def __iter__(self) -> Iterator[Run]:
         return chain.from_iterable(self._runs.values())

@@ -13,8 +13,9 @@ from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run
 from carpool_batcher.core.learned.doubtful_producers import executable_size
-from carpool_batcher.core.waiting.batch_space import BatchLimits, BatchSpace, bytes_of
-from carpool_batcher.core.waiting.fairness import EQUAL_SHARES, FairQueue, Shares, Slice, Turns, TurnsByRank
+from carpool_batcher.core.rules import EQUAL_SHARES, BatchLimits, Shares
+from carpool_batcher.core.waiting.batch_space import BatchSpace, bytes_of
+from carpool_batcher.core.waiting.fairness import FairQueue, Slice, Turns, TurnsByRank
 
 NEVER_US: Final = 1 << 62
 
@@ -83,7 +84,7 @@ class Lane:
 
     `count`, `cost` and `bytes` are totals over all requests. `doubtful`: how many of them the model is not
     expected to execute (`learned.doubtful_producers`). `urgent`: runs that must be dispatched now to
-    meet their deadlines. `expired`: see the module. Only the Queue changes a lane.
+    meet their deadlines. Only the Queue changes a lane.
     """
 
     __slots__ = (
@@ -95,7 +96,6 @@ class Lane:
         "cost",
         "count",
         "doubtful",
-        "expired",
         "label",
         "name",
         "process",
@@ -113,27 +113,20 @@ class Lane:
         self.cost = 0
         self.bytes = 0
         self.urgent: set[Run] = set()
-        self.expired: set[Run] = set()
         self._queues: dict[int, FairQueue] = {}  # by rank, the highest first
         self._turns = TurnsByRank(Turns) if turns is None else turns
         self._due_index: DueIndex | None = None  # built when it is first asked for
         self._head: tuple[int, int] | None = None  # cached: a producer may use a new lane for each request
 
-    def __contains__(self, run: Run) -> bool:
-        queue = self._queues.get(self._rank(run))
-        return queue is not None and run in queue
-
     def __iter__(self) -> Iterator[Run]:
         return chain.from_iterable(self._queues.values())
-
-    def _rank(self, run: Run) -> int:
-        return EXPIRED_RANK if run in self.expired else 1 + run.priority
 
     # --- changing ------------------------------------------------------------------------------------------
 
     def insert(self, run: Run, size_bytes: int) -> None:
         """Add a waiting run, which has `size_bytes`."""
-        rank = self._rank(run)
+        rank = _rank(run)
+        run.waits_in = self
         queue = self._queues.get(rank)
         if queue is None:
             queue = self._queues[rank] = FairQueue(self._turns[rank])
@@ -160,9 +153,9 @@ class Lane:
 
     def remove(self, run: Run, size_bytes: int) -> None:
         """Remove a run, which has `size_bytes`, from any position."""
-        self._queues[self._rank(run)].remove(run)
+        self._queues[_rank(run)].remove(run)
+        run.waits_in = None
         self.urgent.discard(run)
-        self.expired.discard(run)
         self._head = None
         self._count_removed(run, size_bytes)
 
@@ -177,7 +170,7 @@ class Lane:
         """A run expired: move it behind all others."""
         size_bytes = bytes_of(run)
         self.remove(run, size_bytes)
-        self.expired.add(run)
+        run.is_late = True
         self.insert(run, size_bytes)
 
     def pop_batch(self, limits: BatchLimits, shares: Shares = EQUAL_SHARES) -> PoppedBatch:
@@ -222,8 +215,8 @@ class Lane:
             self.doubtful -= limits.size - space.size - executable_size(runs)
         if self.urgent:
             self.urgent.difference_update(runs)
-        if self.expired:
-            self.expired.difference_update(runs)
+        for run in runs:
+            run.waits_in = None
         self._head = None
         return PoppedBatch(runs, expired)
 
@@ -241,6 +234,10 @@ class Lane:
     def executable(self) -> int:
         """The number of requests that the model is expected to execute."""
         return self.count - self.doubtful
+
+    def has_full_batch(self, limits: BatchLimits) -> bool:
+        """Whether its next batch could not grow by waiting."""
+        return self.count >= limits.size or self.cost >= limits.cost or self.bytes >= limits.bytes
 
     def in_order(self, shares: Shares) -> Iterator[Slice]:
         """All requests, in the order in which `pop_batch` would return them."""
@@ -269,7 +266,7 @@ class Lane:
         return self._due_index.earliest_us(self._is_in_time)
 
     def _is_in_time(self, run: Run) -> bool:
-        return run in self and run not in self.expired
+        return run.waits_in is self and not run.is_late
 
     def head(self) -> tuple[int, int]:
         """The highest rank, and the oldest arrival. The lane must not be empty.
@@ -300,3 +297,7 @@ class Lane:
         """Whether a tenant's oldest request of a rank arrived at this time."""
         queue = self._queues.get(rank)
         return queue is not None and queue.first_arrival_us(tenant) == arrival_us
+
+
+def _rank(run: Run) -> int:
+    return EXPIRED_RANK if run.is_late else 1 + run.priority

@@ -11,6 +11,8 @@ stays so until a batch of it was dispatched. A lane that is the only one is not 
 another one. Then it stays listed: a lane that comes and goes must not be a reason to list it again.
 
 What was replaced stays in the heaps until it is at the top, or until most of a heap is outdated.
+
+Why: docs/decisions/0041.
 """
 
 from __future__ import annotations

@@ -2,29 +2,31 @@
 
 Requests begin and cease to wait only here, so that the totals are always right. Of a sequence only the
 head is in a lane; its followers wait in `core.sequences`.
+
+Why: docs/decisions/0021.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.messages.requests import PRIORITY_LEVELS, Run
 from carpool.messages.results import Refusal
-from carpool.model_settings import ModelSettings
 from carpool.rows import StoredBody
 from carpool_batcher.core.decisions import duplicate, refusal
+from carpool_batcher.core.rules import NO_LIMIT, BatchLimits, Rules, Shares
 from carpool_batcher.core.sequences.sequences import Decided, Sequences
-from carpool_batcher.core.waiting.batch_space import NO_LIMIT, BatchLimits, bytes_of, sizes_bytes
+from carpool_batcher.core.waiting.batch_space import bytes_of, sizes_bytes
 from carpool_batcher.core.waiting.delayed import DelayedRuns
 from carpool_batcher.core.waiting.duplicates import BodiesInUse, WaitingIds, repeated_in
-from carpool_batcher.core.waiting.fairness import EQUAL_SHARES, Shares, Slice, Turns, TurnsByRank, shares_of
+from carpool_batcher.core.waiting.fairness import Slice, Turns, TurnsByRank
 from carpool_batcher.core.waiting.lane import Lane, PoppedBatch
 from carpool_batcher.core.waiting.withdrawals import ArrivedLater
 
-MAX_BATCH_BYTES: Final = 64 * 1024 * 1024  # Redis takes 512 MiB in one string, and copies it a few times
 _Pop = Callable[[BatchLimits, Shares], PoppedBatch]
 _IsSentAgain = Callable[[tuple[str | None, str]], bool]
 
@@ -49,7 +51,8 @@ class Queue:
     bodies. `turns` are those of tenants, by rank, over all lanes.
     """
 
-    def __init__(self, sequences: Sequences | None = None) -> None:
+    def __init__(self, rules: Rules, sequences: Sequences) -> None:
+        self._rules = rules
         self.count = 0
         self.bytes = 0
         self.arrived = 0
@@ -57,24 +60,12 @@ class Queue:
         self.turns = TurnsByRank(Turns)
         self.lanes: dict[str, Lane] = {"": Lane("", turns=self.turns)}  # only this one may be empty
         self.changed: set[str] = set()
-        self.delayed = DelayedRuns()
+        self.delayed = DelayedRuns(rules)
         self.ids = WaitingIds()
         self.bodies = BodiesInUse()
         self._count_by_priority = [0] * PRIORITY_LEVELS
-        self._sequences = Sequences() if sequences is None else sequences
-        # In no lane yet, followers and delayed runs: to be served behind all others when they are in one.
-        self._expired_outside: set[Run] = set()
+        self._sequences = sequences
         self._lanes_of: dict[str, set[str]] = {}  # the names of lanes by process, of a bound model
-        self._settings: ModelSettings | None = None  # of the following
-        self._shares = EQUAL_SHARES
-
-    def __contains__(self, run: Run) -> bool:
-        name = run.lane if run.sequence is None else self._sequences.lane_name(run)
-        lane = self.lanes.get(name)
-        return (lane is not None and run in lane) or self._is_follower(run) or run in self.delayed
-
-    def _is_follower(self, run: Run) -> bool:
-        return run.sequence is not None and run in self._sequences.followers
 
     def runs(self) -> Iterator[Run]:
         """All waiting runs."""
@@ -90,9 +81,8 @@ class Queue:
     def admit(
         self,
         run: Run,
-        settings: ModelSettings,
-        now_us: int = 0,
-        is_sent_again: _IsSentAgain = lambda request: False,
+        now_us: int,
+        is_sent_again: _IsSentAgain,
     ) -> list[Refusal]:
         """Admit a run, or as much of it as the limits allow. Returns the Refusals of the others, which are
         taken out of the run; if none is admitted, one of the Refusals is of the run itself.
@@ -100,19 +90,20 @@ class Queue:
         A request that is not admitted and `is_sent_again` gets no answer: the first copy of it has one. The
         later copies of requests give their places to others, so there may be Refusals of other runs.
         """
+        rules = self._rules
         refusals: list[Refusal] = []
         if len(run.correlation_ids) > 1 and len(set(run.correlation_ids)) < len(run.correlation_ids):
             refusals.append(duplicate(run.take(repeated_in(run, set()))))
-        if settings.max_batch_cost is not None and run.cost > settings.max_batch_cost:
-            detail = f"cost: {run.cost} is over this model's max_batch_cost {settings.max_batch_cost}"
+        if rules.has_batch_cost and run.cost > rules.batch.cost:
+            detail = f"cost: {run.cost} is over this model's max_batch_cost {rules.batch.cost}"
             return refusals + _refuse(run, is_sent_again, INVALID_ARGUMENT, "cost", detail)
         is_delayed = run.not_before_ms > 0 and run.arrival_us > now_us
         size_bytes, count = bytes_of(run), len(run.correlation_ids)
         if (
-            self.count + self.withheld + count <= settings.max_queue_size
-            and self.bytes + size_bytes <= settings.max_queue_bytes
-            and (not settings.priority_policies or count <= self._priority_space(run.priority, settings))
-            and (not is_delayed or self.delayed.have_space(run, size_bytes, settings))
+            self.count + self.withheld + count <= rules.queue_size
+            and self.bytes + size_bytes <= rules.queue_bytes
+            and (not rules.queue_size_of_priority or count <= self._priority_space(run.priority))
+            and (not is_delayed or self.delayed.have_space(run, size_bytes))
         ):
             self._insert(run, size_bytes, is_delayed=is_delayed)
             return refusals
@@ -122,9 +113,10 @@ class Queue:
         if copies is run:
             return refusals
         refusals += self._drop_copies()
-        return refusals + self._admit_part(run, settings, is_delayed=is_delayed)
+        return refusals + self._admit_part(run, is_delayed=is_delayed)
 
     def _insert(self, run: Run, size_bytes: int, *, is_delayed: bool = False) -> None:
+        run.is_late = False
         if run.sequence is not None:
             self._sequences.add(run)
         else:
@@ -148,7 +140,6 @@ class Queue:
         released = self.delayed.due(now_us)
         for run in released:
             self._enter_lane(run, run.lane, bytes_of(run))
-            self._move_if_expired(run)
         return released
 
     def _enter_lane(self, run: Run, name: str, size_bytes: int) -> None:
@@ -165,9 +156,9 @@ class Queue:
         self._lanes_of.setdefault(process, set()).add(name)
         return Lane(name, run.lane, process, self.turns)
 
-    def _admit_part(self, run: Run, settings: ModelSettings, *, is_delayed: bool) -> list[Refusal]:
+    def _admit_part(self, run: Run, *, is_delayed: bool) -> list[Refusal]:
         """Admit the requests of a run in order, each if there is space for it."""
-        by_number, by_bytes = self._limits_of(run, settings, is_delayed=is_delayed)
+        by_number, by_bytes = self._limits_of(run, is_delayed=is_delayed)
         bytes_max = by_bytes.space
         admitted = 0
         over_count: list[int] = []
@@ -195,57 +186,42 @@ class Queue:
                 refusals.append(refusal(part, RESOURCE_EXHAUSTED, limit.reason, detail))
         return refusals
 
-    def _limits_of(self, run: Run, settings: ModelSettings, *, is_delayed: bool) -> tuple[_Limit, _Limit]:
+    def _limits_of(self, run: Run, *, is_delayed: bool) -> tuple[_Limit, _Limit]:
         """How many more requests like those of a run may wait, and of how many bytes."""
         numbers = [
+            _Limit(self._rules.queue_size - self.count - self.withheld, "queue_size", partial(_full, self)),
             _Limit(
-                settings.max_queue_size - self.count - self.withheld, "queue_size", self._full_of_requests
-            ),
-            _Limit(
-                self._priority_space(run.priority, settings),
+                self._priority_space(run.priority),
                 "queue_size",
                 lambda sizes: _full_for_priority(run.priority),
             ),
         ]
-        sizes = [_Limit(settings.max_queue_bytes - self.bytes, "queue_bytes", self._full_of_bytes)]
+        sizes = [_Limit(self._rules.queue_bytes - self.bytes, "queue_bytes", partial(_full_of_bytes, self))]
         if is_delayed:
-            number, size_bytes = self.delayed.space(run.priority, settings)
-            numbers.append(_Limit(number, "delayed", lambda sizes: self.delayed.full(settings)))
-            sizes.append(_Limit(size_bytes, "delayed", lambda sizes: self.delayed.full(settings)))
+            number, size_bytes = self.delayed.space(run.priority)
+            numbers.append(_Limit(number, "delayed", lambda sizes: self.delayed.full()))
+            sizes.append(_Limit(size_bytes, "delayed", lambda sizes: self.delayed.full()))
         return min(numbers, key=lambda limit: limit.space), min(sizes, key=lambda limit: limit.space)
 
-    def _priority_space(self, priority: int, settings: ModelSettings) -> int:
+    def _priority_space(self, priority: int) -> int:
         """How many more requests of a priority may wait by the limit of this priority."""
-        limit = settings.queue_size_of(priority)
-        return NO_LIMIT if limit is None else limit - self._count_by_priority[priority]
-
-    def _full_of_requests(self, refused_sizes: Sequence[int]) -> str:
-        content = f"{self.count} requests wait"
-        if self.withheld:
-            content += f", {self.withheld} results are withheld until earlier ones are done"
-        return f"the queue is full (max_queue_size): {content}; try again later"
-
-    def _full_of_bytes(self, refused_sizes: Sequence[int]) -> str:
-        least, most = min(refused_sizes), max(refused_sizes)
-        size = f"{most}" if least == most else f"{least} to {most}"
-        return (
-            f"the queue is full (max_queue_bytes): {self.bytes} bytes wait, and this request has {size}; "
-            "try again later"
-        )
+        limit = self._rules.queue_size_of_priority.get(priority, NO_LIMIT)
+        return limit - self._count_by_priority[priority]
 
     # --- removing ------------------------------------------------------------------------------------------
 
-    def pop_batch(self, lane: Lane, size: int, settings: ModelSettings) -> PoppedBatch:
+    def pop_batch(self, lane: Lane, size: int) -> PoppedBatch:
         """Remove and return the next batch of a lane, of at most `size` requests."""
-        return self._pop(lane, lane.pop_batch, _limits(size, settings), settings)
+        limits = self._rules.batch
+        return self._pop(lane, lane.pop_batch, limits if size == limits.size else limits._replace(size=size))
 
-    def pop_run(self, lane: Lane, limits: BatchLimits, settings: ModelSettings) -> PoppedBatch:
+    def pop_run(self, lane: Lane, limits: BatchLimits) -> PoppedBatch:
         """Remove and return the requests of one run of a lane that are next, as many as the limits allow."""
-        return self._pop(lane, lane.pop_run, limits, settings)
+        return self._pop(lane, lane.pop_run, limits)
 
-    def _pop(self, lane: Lane, pop: _Pop, limits: BatchLimits, settings: ModelSettings) -> PoppedBatch:
+    def _pop(self, lane: Lane, pop: _Pop, limits: BatchLimits) -> PoppedBatch:
         count_before, bytes_before = lane.count, lane.bytes
-        batch = pop(limits, self.shares(settings))
+        batch = pop(limits, self._rules.shares)
         self.count -= count_before - lane.count
         self.bytes -= bytes_before - lane.bytes
         for run in batch.runs:
@@ -257,7 +233,7 @@ class Queue:
         self._drop_if_empty(lane)
         if self._sequences:
             for run in batch.runs:
-                self._sequences.take(run)
+                self._sequences.dispatch(run)
         return batch
 
     def awaited(self, run: Run) -> str:
@@ -266,17 +242,13 @@ class Queue:
 
     def remove(self, run: Run) -> None:
         """Remove a run. It must be waiting. If it is part of a sequence, that is broken."""
-        size_bytes = bytes_of(run)
+        size_bytes, place = bytes_of(run), run.waits_in
         self._count_removed(run, size_bytes)
-        if self._is_follower(run):
-            self._expired_outside.discard(run)
-        elif run in self.delayed:
-            self._expired_outside.discard(run)
+        if type(place) is Lane:
+            place.remove(run, size_bytes)
+            self._drop_if_empty(place)
+        elif place is self.delayed:
             self.delayed.remove(run)
-        else:
-            lane = self._lane_of(run)
-            lane.remove(run, size_bytes)
-            self._drop_if_empty(lane)
         if run.sequence is not None:
             self._sequences.removed(run)
 
@@ -286,15 +258,23 @@ class Queue:
         if len(indexes) == len(run.correlation_ids):
             self.remove(run)
             return run
-        if run in self.delayed:
+        place = run.waits_in
+        if type(place) is Lane:
+            taken = place.take(run, indexes)
+            self.changed.add(place.name)
+        else:
             taken = self.delayed.take(run, indexes)
-            self._count_removed(taken, bytes_of(taken))
-            return taken
-        lane = self._lane_of(run)
-        taken = lane.take(run, indexes)
         self._count_removed(taken, bytes_of(taken))
-        self._drop_if_empty(lane)
         return taken
+
+    def take_from(self, slices: Sequence[Slice], indexes: Iterable[int]) -> list[Run]:
+        """Remove the requests at these indexes, counted over all slices, and return them as runs."""
+        requests = [(run, at) for run, start, count in slices for at in range(start, start + count)]
+        by_run: dict[Run, list[int]] = {}
+        for index in indexes:
+            run, at = requests[index]
+            by_run.setdefault(run, []).append(at)
+        return [self.take(run, sorted(at)) for run, at in by_run.items()]
 
     def withdraw(self, arrived_later: ArrivedLater) -> list[Refusal]:
         """Remove the requests with these correlation IDs, except in the runs that arrived later than their
@@ -342,7 +322,7 @@ class Queue:
     def forget(self, runs: Iterable[Run]) -> None:
         """Remove those of these runs that wait, without an answer."""
         for run in runs:
-            if run in self:
+            if run.waits_in is not None:
                 self.remove(run)
 
     def _count_removed(self, run: Run, size_bytes: int) -> None:
@@ -365,27 +345,20 @@ class Queue:
             if not names:
                 del self._lanes_of[lane.process]
 
-    def _lane_of(self, run: Run) -> Lane:
-        """The lane of a waiting run that is no follower."""
-        return self.lanes[run.lane if run.sequence is None else self._sequences.lane_name(run)]
-
     # --- sequences -----------------------------------------------------------------------------------------
 
     def follow(self, decided: Decided) -> None:
         """Followers became heads of their sequences, or do not wait any more."""
         for run in decided.heads:
             self._enter_lane(run, self._sequences.lane_name(run), bytes_of(run))
-            self._move_if_expired(run)
         for refused in decided.refusals:
             if refused.run is not None:
-                self._expired_outside.discard(refused.run)
                 self._count_removed(refused.run, bytes_of(refused.run))
 
     def follow_again(self, head: Run) -> None:
         """A head becomes a follower, because its model process is gone, or drains."""
-        lane = self._lane_of(head)
-        if head in lane.expired:
-            self._expired_outside.add(head)
+        lane = head.waits_in
+        assert type(lane) is Lane
         lane.remove(head, bytes_of(head))
         self._drop_if_empty(lane)
 
@@ -397,56 +370,19 @@ class Queue:
 
     def mark_urgent(self, run: Run) -> None:
         """A waiting run must be dispatched now to meet its deadline. A follower or delayed run cannot be."""
-        if self._is_follower(run) or run in self.delayed:
-            return
-        lane = self._lane_of(run)
-        lane.urgent.add(run)
-        self.changed.add(lane.name)
+        lane = run.waits_in
+        if type(lane) is Lane:
+            lane.urgent.add(run)
+            self.changed.add(lane.name)
 
     def move_expired(self, run: Run) -> None:
         """A waiting run expired, and is served behind all others. One in no lane is so once it is in one."""
-        if self._is_follower(run) or run in self.delayed:
-            self._expired_outside.add(run)
-            return
-        lane = self._lane_of(run)
-        lane.move_expired(run)
-        self.changed.add(lane.name)
-
-    def _move_if_expired(self, run: Run) -> None:
-        """A run that is in a lane now: whether it expired before."""
-        if run in self._expired_outside:
-            self._expired_outside.remove(run)
-            self.move_expired(run)
-
-    def has_expired(self, run: Run) -> bool:
-        """Whether a waiting run is served behind all others, because it expired."""
-        if self._is_follower(run) or run in self.delayed:
-            return run in self._expired_outside
-        return run in self._lane_of(run).expired
-
-    # --- reading -------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def has_full_batch(lane: Lane, settings: ModelSettings) -> bool:
-        """Whether a batch of this lane could not grow by waiting."""
-        if lane.count >= settings.max_batch_size or lane.bytes >= MAX_BATCH_BYTES:
-            return True
-        return settings.max_batch_cost is not None and lane.cost >= settings.max_batch_cost
-
-    def peek_batch(self, lane: Lane, settings: ModelSettings) -> list[Slice]:
-        """The requests that `pop_batch` would return, without removing them."""
-        return lane.peek_batch(_limits(settings.max_batch_size, settings), self.shares(settings))
-
-    def shares(self, settings: ModelSettings) -> Shares:
-        """By what the turns of tenants are counted."""
-        if settings is not self._settings:
-            self._settings, self._shares = settings, shares_of(settings)
-        return self._shares
-
-
-def _limits(size: int, settings: ModelSettings) -> BatchLimits:
-    cost = NO_LIMIT if settings.max_batch_cost is None else settings.max_batch_cost
-    return BatchLimits(size, cost, MAX_BATCH_BYTES)
+        lane = run.waits_in
+        if type(lane) is Lane:
+            lane.move_expired(run)
+            self.changed.add(lane.name)
+        else:
+            run.is_late = True
 
 
 def _part(run: Run, indexes: Sequence[int]) -> Run | None:
@@ -467,6 +403,22 @@ def _refuse(run: Run, is_sent_again: _IsSentAgain, status: str, reason: str, det
     copies = _part(run, _sent_again(run, is_sent_again))
     refusals = [] if copies is None else [duplicate(copies)]
     return refusals if copies is run else [*refusals, refusal(run, status, reason, detail)]
+
+
+def _full(queue: Queue, refused_sizes: Sequence[int]) -> str:
+    content = f"{queue.count} requests wait"
+    if queue.withheld:
+        content += f", {queue.withheld} results are withheld until earlier ones are done"
+    return f"the queue is full (max_queue_size): {content}; try again later"
+
+
+def _full_of_bytes(queue: Queue, refused_sizes: Sequence[int]) -> str:
+    least, most = min(refused_sizes), max(refused_sizes)
+    size = f"{most}" if least == most else f"{least} to {most}"
+    return (
+        f"the queue is full (max_queue_bytes): {queue.bytes} bytes wait, and this request has {size}; "
+        "try again later"
+    )
 
 
 def _full_for_priority(priority: int) -> str:

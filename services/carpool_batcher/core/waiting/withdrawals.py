@@ -1,7 +1,7 @@
 """Withdrawals of requests: which were read and not carried out yet, and when to look for their requests.
 
 To find the waiting requests that a withdrawal names, all that wait must be looked at: an index of them would
-cost every request more than the rare look does (docs/decisions/0083). So that producers who withdraw often do
+cost every request more than the rare look does (docs/decisions/0006). So that producers who withdraw often do
 not hold up the others, the IDs are collected and looked for together, and after each look there is a pause.
 """
 
@@ -64,7 +64,7 @@ class PendingWithdrawals:
             return None
         return 0 if len(self.arrived_later) + len(self._entries) >= waiting else self._pause_ends_us
 
-    def take(self, waiting: int, now_us: int) -> tuple[ArrivedLater, list[Entry]]:
+    def pop_all(self, waiting: int, now_us: int) -> tuple[ArrivedLater, list[Entry]]:
         """All IDs, with the runs that are not withdrawn, and the entries. They are looked for now."""
         taken = self.arrived_later, self._entries
         self.arrived_later, self._entries = {}, []

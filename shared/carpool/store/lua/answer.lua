@@ -14,6 +14,8 @@
 --       | { 'SETTLED' }  batcher: the batch was committed, or deleted by hand; nothing was written
 -- A result that breaks a sequence is recorded with the ID of the sequence, for the commit.
 -- O(results), of which a batcher gives 1,000 at most; for a batcher also O(bytes of the batch).
+-- GRANT batcher batches xrange
+-- GRANT batcher,worker progress hdel hset hsetnx pexpire
 if ARGV[1] == 'batcher' then
   if #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 0 then return { 'SETTLED' } end
 elseif not owns_batch(KEYS[1], ARGV[3], ARGV[2], ARGV[4]) then

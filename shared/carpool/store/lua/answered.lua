@@ -1,4 +1,5 @@
 -- Which requests have been answered already: they were sent again after their result was written.
+-- GRANT batcher result lindex
 
 -- Reading a result copies it. A producer may have sent many large ones again.
 local READ_BYTES_MAX = 16 * 1024 * 1024

@@ -8,6 +8,7 @@
 -- KEYS  1 batches
 -- ARGV  1 consumer
 -- Returns the number of batches. O(bytes of these batches).
+-- GRANT worker batches xreadgroup xclaim
 local COUNT, number = 100, 0
 local fetch = { 'XREADGROUP', 'GROUP', 'workers', ARGV[1], 'COUNT', COUNT, 'STREAMS', KEYS[1], '>' }
 while true do

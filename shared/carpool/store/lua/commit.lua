@@ -22,6 +22,11 @@
 --       | { 'FENCED' }        the consumer does not own the batch any more; nothing was written
 --       | { 'ANSWERED', positions that must be left out ... }  nothing was written
 -- O(results), and O(bytes) for the payloads. A batch has `max_batch_size` results at most.
+-- GRANT worker batches xack xdel
+-- GRANT worker body unlink
+-- GRANT worker settled xadd
+-- GRANT worker dead xadd
+-- GRANT worker progress hget hkeys del
 if not owns_batch(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return { 'FENCED' } end
 
 local take = argument_reader(13)

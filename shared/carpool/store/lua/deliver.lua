@@ -10,6 +10,8 @@
 -- memory (XDEL, XACK, HDEL, ...); after such a first write the script may run any command. Therefore every script
 -- that calls `deliver` starts with such a write, if need be one that changes nothing: so a full Redis can still be
 -- emptied.
+-- GRANT batcher,worker result rpush pexpire
+-- GRANT batcher,worker replies xadd pexpire
 local started_ms  -- a script asks for the time once, not for each of its streams
 local function deliver(key, kind, payload, ttl_ms)
   local reply

@@ -36,6 +36,10 @@
 --         { for each batch its ID, '' if all of its entries are missing },
 --         the number of tickets in the order if ARGV[1] is not '', else -1
 -- O(entries), and O(bytes) for the payloads.
+-- GRANT batcher requests xdel
+-- GRANT batcher batches xadd
+-- GRANT batcher workers zscore
+-- GRANT batcher batcher get
 if ARGV[2] ~= '' and redis.call('GET', KEYS[5]) ~= ARGV[2] then return 'NOT_ACTIVE' end
 local take = argument_reader(3)
 for _, process in ipairs(take_list(take)) do

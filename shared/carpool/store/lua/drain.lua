@@ -4,6 +4,9 @@
 -- KEYS  1 draining   2 settled   3 workers
 -- ARGV  1 consumer  2 maximum length of `settled`
 -- Returns 1. O(draining processes).
+-- GRANT worker draining smembers sadd srem pexpire
+-- GRANT worker settled xadd
+-- GRANT worker workers zscore
 local DRAINING_TTL_MS = 24 * 3600 * 1000
 redis.call('SREM', KEYS[1], ARGV[1]) -- must be the first write: see deliver.lua
 for _, process in ipairs(redis.call('SMEMBERS', KEYS[1])) do

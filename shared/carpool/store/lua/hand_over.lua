@@ -5,6 +5,7 @@
 -- KEYS  1 batches
 -- ARGV  1 consumer  2 idle time (ms)  3.. batch ID and epoch of each batch
 -- Returns the number of batches that were handed over; the others belong to other workers. O(batches).
+-- GRANT worker batches xclaim
 local count = 0
 for i = 3, #ARGV, 2 do
   if owns_batch(KEYS[1], ARGV[1], ARGV[i], ARGV[i + 1]) then

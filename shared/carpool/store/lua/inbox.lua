@@ -5,6 +5,7 @@
 --
 -- tell_process(inbox, field, value): add a message to the inbox of a process. A user may have made the key another
 -- type: then the process is told nothing, which costs its sequences, and no others. O(1).
+-- GRANT batcher inbox xadd pexpire
 local INBOX_MESSAGES_MAX = 10000
 local INBOX_TTL_MS = 24 * 3600 * 1000
 local function tell_process(inbox, field, value)

@@ -4,6 +4,9 @@
 -- KEYS  1 workers   2 batches   3 settled
 -- ARGV  1 consumer  2 lease (ms)  3 maximum length of `settled`
 -- Returns 1. O(consumers).
+-- GRANT worker workers zadd zrem zscore
+-- GRANT worker batches xinfo|consumers xgroup|delconsumer
+-- GRANT worker settled xadd
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 redis.call('ZREM', KEYS[1], ARGV[1]) -- must be the first write: see deliver.lua

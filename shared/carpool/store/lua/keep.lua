@@ -4,6 +4,9 @@
 -- ARGV  1 fingerprint of the request  2 how long that is known (ms)  3 how long a stored body is kept (ms)
 --       4 the stored body, else empty  5.. field, value, ...: the entry of the request
 -- Returns the fingerprint with which the request was added before, or false if it was added now. O(1).
+-- GRANT gateway kept get set
+-- GRANT gateway body set
+-- GRANT gateway requests xadd
 local earlier = redis.call('GET', KEYS[2])
 if earlier then return earlier end
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2]) -- refused if the memory is full: then nothing is written

@@ -3,6 +3,7 @@
 -- KEYS  1 batcher
 -- ARGV  1 name of this batcher  2 lease (ms), 0 to give it back
 -- Returns 1 if this batcher holds the lease now, else 0. O(1).
+-- GRANT batcher batcher get set del
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end
 if ARGV[2] == '0' then

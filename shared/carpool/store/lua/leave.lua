@@ -4,6 +4,9 @@
 -- KEYS  1 workers   2 batches   3 settled
 -- ARGV  1 consumer  2 maximum length of `settled`
 -- Returns 1. O(consumers).
+-- GRANT worker workers zrem
+-- GRANT worker batches xpending xgroup|delconsumer
+-- GRANT worker settled xadd
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[2], '*', 'worker', ARGV[1], 'size', 0)
 local pending = redis.pcall('XPENDING', KEYS[2], 'workers', '-', '+', 1, ARGV[1])

@@ -8,6 +8,8 @@
 -- ARGV  1 the number of bytes  2.. entry IDs, at least one
 -- Returns { how many were looked up, the first ones; the IDs of those that are not in the stream ... }
 -- O(entries looked up), and O(bytes): those given, and one entry.
+-- GRANT batcher requests xrange
+-- GRANT batcher batches xrange
 local missing, bytes, looked_up = {}, 0, 0
 for at = 2, #ARGV do
   local entry = redis.call('XRANGE', KEYS[1], ARGV[at], ARGV[at])[1]

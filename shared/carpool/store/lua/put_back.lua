@@ -3,6 +3,7 @@
 -- the new entry's field `tickets`. Arguments are read with `take`: the arrival (ms); list of entries: the payload, the
 -- tickets.
 -- Returns the IDs of the new entries. O(ranges of tickets), and O(bytes).
+-- GRANT batcher requests xadd
 local function put_back(requests, tickets, take)
   local arrival_ms, ids = take(), {}
   for e = 1, tonumber(take()) do

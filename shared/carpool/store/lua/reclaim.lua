@@ -5,6 +5,8 @@
 -- ARGV  1 consumer  2 lease (ms)
 -- Returns nil if there is none, or { batch ID, fields, epoch, progress as field, value, ... }
 -- O(1), and O(bytes of the batch).
+-- GRANT worker batches xpending xclaim xack
+-- GRANT worker progress hgetall
 local pending = redis.call('XPENDING', KEYS[1], 'workers', 'IDLE', ARGV[2], '-', '+', 1)[1]
 if not pending then return nil end
 local id = pending[1]

@@ -16,6 +16,9 @@
 --         { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads; if all keys have one hash in Lua, O(results * results). The
 -- caller bounds both: see `carpool_batcher.refusals`.
+-- GRANT batcher requests xdel
+-- GRANT batcher body unlink
+-- GRANT batcher batcher get
 if ARGV[2] ~= '' and redis.call('GET', KEYS[4]) ~= ARGV[2] then return 'NOT_ACTIVE' end
 if ARGV[2] ~= '' then redis.call('XDEL', KEYS[1], '0-0') end -- must be the first write: see deliver.lua
 local ttl_ms = ARGV[1]

@@ -8,6 +8,9 @@
 -- Returns { 1 if the model is registered, 0 if not (such as after Redis was emptied); 1 if the process had a lease, 0
 --           if that ran out; the number of live model processes; then the IDs of lost batches }
 -- O(batches + log processes).
+-- GRANT worker workers zadd zscore zcount zremrangebyscore
+-- GRANT worker batches xpending xclaim
+-- GRANT worker registration exists
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local had_lease = tonumber(redis.call('ZSCORE', KEYS[1], ARGV[1]) or 0) >= now_ms

@@ -3,5 +3,6 @@
 -- KEYS  1 report
 -- ARGV  1 the report  2 its TTL (ms)
 -- O(1).
+-- GRANT batcher report set del
 redis.call('DEL', KEYS[1]) -- must be the first write: see deliver.lua. A report matters most when memory is full
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])

@@ -2,7 +2,7 @@
 -- `is_effective` is false. Returns the ID of the last sequence that was broken, if one was. O(changes * log n) for n
 -- sequences, and O(bytes of their states).
 --
--- `take` reads what `carpool.store.sequences` writes: the number of changes; if there are any, the index in KEYS of
+-- `take` reads what `carpool.store.arguments` writes: the number of changes; if there are any, the index in KEYS of
 -- the sorted set of all sequences that are kept; and for each change the index in KEYS of the sequence's hash, its ID,
 -- the place of the request, its correlation ID, an outcome and a content. Outcomes: started, kept  the request
 -- succeeded: the content is the state for the next one. `started`: it was the first one ended          the request
@@ -16,6 +16,8 @@
 --
 -- A user may make a key or a field anything, so no command may raise. What cannot be written is lost: then the next
 -- request of the sequence is ABORTED, because there is no state for it.
+-- GRANT batcher,worker sequence hmget hset hdel del pexpire
+-- GRANT batcher,worker sequences zadd zrem
 local SEQUENCE_TTL_MS = 24 * 3600 * 1000  -- batchers end idle sequences much earlier; this is for when none runs
 local SCORES_MAX = 1000  -- in one command
 local sequence_changed_ms  -- a script asks for the time once

@@ -33,6 +33,13 @@
 --   ANSWERED  a batcher answered it, because it expired or was withdrawn. Its batch is removed
 --   MISMATCH  another number of chunks was written: Redis lost its last writes. Begin again from what is there
 -- O(requests + chunks + batches of the consumer), and O(bytes).
+-- GRANT worker batches xpending xack xdel
+-- GRANT worker settled xadd
+-- GRANT worker dead xadd
+-- GRANT worker body unlink
+-- GRANT worker result llen
+-- GRANT worker replies xlen
+-- GRANT worker progress hmget hset hdel pexpire del
 local ID, EPOCH, TARGET, KIND, RESULT_TTL, WRITTEN, ENVELOPES, KEPT = 1, 2, 3, 4, 5, 6, 7, 8
 local TTL, COMPUTE_US, WAITED_US, BODIES, PASSED, FINAL, STREAMED, DEAD = 9, 10, 11, 12, 13, 14, 15, 16
 local FAILED = 17

@@ -9,6 +9,7 @@
 --       2.. list of entries that say that ranges were put back in them: ID; list of these ranges
 -- Returns { the number of tickets in the order, indexes in that list of the entries whose ranges are not theirs ... }
 -- O(entries + ranges).
+-- GRANT batcher tickets hget hdel
 redis.pcall('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
 enter_order(KEYS[1], KEYS[2], ARGV[1])
 local forged = {}

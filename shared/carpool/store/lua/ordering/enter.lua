@@ -1,5 +1,7 @@
 -- enter_order(order, tickets, arrivals): put tickets of entries at the end of the order: `arrivals` is ID SIZE ID SIZE
 -- ... Those that are in the order already stay where they are, so repeating it changes nothing. O(entries).
+-- GRANT batcher order lindex rpush
+-- GRANT batcher tickets hdel hsetnx
 local function enter_order(order, tickets, arrivals)
   local last = redis.pcall('LINDEX', order, -1)
   local last_size, before = string.match(type(last) == 'string' and last or '', ' (%d+) (%d+)$')

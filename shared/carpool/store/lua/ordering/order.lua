@@ -2,6 +2,8 @@
 --
 -- The list `order` has an element for each entry: ENTRY SIZE BEFORE: the number of its tickets, and of
 -- all that were admitted before it, so that two elements tell how many tickets there are between them.
+-- GRANT batcher,worker order lindex lpop
+-- GRANT batcher,worker tickets hget hdel hsetnx
 
 -- read_order(order, tickets): the place up to which all is done: `entry`, `size` and `position` (entry is nil if no
 -- ticket is left), and `done`, the number of tickets before it. `advance` moves it, and `write_order` writes it.

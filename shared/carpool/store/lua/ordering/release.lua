@@ -9,6 +9,9 @@
 --           if it waits }
 -- O(results delivered + tickets freed), and O(bytes) of the results; with KEYS 3 and 4 also O(bytes) of an entry and
 -- of all batches in flight: pass these keys only rarely.
+-- GRANT batcher requests xrange
+-- GRANT batcher batches xrange
+-- GRANT batcher,worker tickets hget hdel
 redis.pcall('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
 if release(KEYS[1], KEYS[2], {}) then return { 'MORE' } end
 

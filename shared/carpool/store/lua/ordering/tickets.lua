@@ -11,6 +11,7 @@
 --
 -- What was not put back is in the entry in which it arrived, or in flight: the batch has its tickets. README.md in
 -- this directory lists the transitions.
+-- GRANT batcher,worker tickets hget hdel hsetnx
 
 local function waiting_in(count, entry_id) return 'w ' .. count .. ' ' .. entry_id end
 

@@ -1,0 +1,152 @@
+"""Who is told what becomes of requests: the meter, the log, and the causes of missed deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
+from carpool.messages.batches import Dispatch
+from carpool.messages.requests import Run
+from carpool.messages.results import Refusal
+from carpool.messages.settled import BatchSettled
+from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
+from carpool_batcher.core.scheduler import Scheduler
+from carpool_batcher.meter import Meter
+
+SUMMARY_INTERVAL_S: Final = 1.0
+
+
+class _Settled(NamedTuple):
+    """A batch that settled: what its worker tells, what was in flight, and when that was."""
+
+    event: BatchSettled
+    batch: InFlightBatch
+    settled_us: int
+
+
+class Observer:
+    """Is told each event of one model's requests once, while this batcher holds the lease."""
+
+    def __init__(self, meter: Meter, log: Any, scheduler: Scheduler) -> None:
+        self._meter = meter
+        self._log = AnswerLog(log)
+        self._scheduler = scheduler
+        self._missed = MissedDeadlines(scheduler.learned, scheduler.in_flight())
+        self._settled: list[_Settled] = []  # and not counted yet
+
+    def refused(self, refusals: Sequence[Refusal]) -> None:
+        """These requests were answered without being dispatched."""
+        self._meter.refused(refusals)
+        statuses: Counter[str] = Counter()
+        for refusal in refusals:
+            statuses[refusal.status] += len(refusal.correlation_ids)
+        self._log.refused(statuses)
+        self._count_missed(causes_of_refusals(refusals))
+
+    def dispatched(self, batches: Sequence[Dispatch], now_us: int) -> None:
+        """These batches are in flight now."""
+        self._meter.dispatched(batches, self._scheduler, now_us)
+
+    def expired(
+        self, batch_id: str, runs: Sequence[tuple[int, Run]], answered: Collection[int] | None
+    ) -> None:
+        """The deadlines of these runs passed in flight: see `MissedDeadlines.expired`."""
+        self._answered_in_flight(DEADLINE_EXCEEDED, answered)
+        self._missed.expired(batch_id, runs, answered)
+
+    def cancelled(self, answered: Collection[int] | None) -> None:
+        """Requests at these positions of a batch in flight were withdrawn. None: the batch has settled."""
+        self._answered_in_flight(CANCELLED, answered)
+
+    def settled(self, event: BatchSettled, batch: InFlightBatch, settled_us: int) -> None:
+        """A batch settled. This comes before its times are learned; see `MissedDeadlines.settled`."""
+        self._count_missed(self._missed.settled(event, batch, settled_us))
+        self._settled.append(_Settled(event, batch, settled_us))
+
+    def count_settled(self) -> None:
+        """Count the batches that settled. Nobody waits for that, so it comes after what is urgent."""
+        settled, self._settled = self._settled, []
+        for event, batch, settled_us in settled:
+            self._meter.settled(batch, settled_us)
+            if event.failures is not None:
+                self._meter.failed(event.failures, settled_us)
+            if event.streamed is not None:
+                self._meter.stream_ended(event.streamed, settled_us)
+
+    def compared(self, model_processes: Collection[str], now_us: int) -> None:
+        """The scheduler was compared with Redis, where these model processes are alive."""
+        self._missed.forget_missing(model_processes)
+        self._meter.update_gauges(self._scheduler, now_us)
+        self._log.summarize_if_due()
+
+    def end(self) -> None:
+        """This batcher does not hold the lease any more."""
+        self._log.summarize()
+        self._meter.deactivated()
+
+    def _answered_in_flight(self, status: str, answered: Collection[int] | None) -> None:
+        if answered:
+            self._log.answered_in_flight(status, len(answered))
+            self._meter.answered_in_flight(status, len(answered))
+
+    def _count_missed(self, causes: Mapping[Cause, int]) -> None:
+        if causes:
+            self._meter.missed(causes)
+            self._log.missed(causes)
+
+
+class AnswerLog:
+    """The log of what one model's batcher answers itself: a summary a second, because a flood is refused one
+    by one. `summarize_if_due` is called a few times a second."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+        self._refused: Counter[str] = Counter()
+        self._expired_requests = 0
+        self._expired_batches = 0
+        self._cancelled_requests = 0
+        self._missed: Counter[str] = Counter()
+        self._summarized_at_s = time.monotonic()
+
+    def refused(self, statuses: Mapping[str, int]) -> None:
+        """Requests were refused; `statuses` counts them by status."""
+        self._refused.update(statuses)
+
+    def answered_in_flight(self, status: str, requests: int) -> None:
+        """That many requests of one batch in flight were answered: expired or withdrawn."""
+        if status == DEADLINE_EXCEEDED:
+            self._expired_requests += requests
+            self._expired_batches += 1
+        else:
+            self._cancelled_requests += requests
+
+    def missed(self, causes: Mapping[Cause, int]) -> None:
+        """Requests missed their deadlines: how many for each cause (`core.missed`)."""
+        self._missed.update(causes)
+
+    def summarize_if_due(self) -> None:
+        """Log a summary, if the last was a second ago."""
+        if time.monotonic() - self._summarized_at_s >= SUMMARY_INTERVAL_S:
+            self.summarize()
+
+    def summarize(self) -> None:
+        """Log what was answered since the last summary; nothing if nothing was."""
+        self._summarized_at_s = time.monotonic()
+        if self._refused:
+            self._log.info("requests refused", **self._refused)
+            self._refused = Counter()
+        if self._expired_batches:
+            self._log.info(
+                "requests expired in flight", requests=self._expired_requests, batches=self._expired_batches
+            )
+            self._expired_requests = self._expired_batches = 0
+        if self._cancelled_requests:
+            self._log.info("requests cancelled in flight", requests=self._cancelled_requests)
+            self._cancelled_requests = 0
+        if self._missed:
+            self._log.info("deadlines missed", **self._missed)
+            self._missed = Counter()

@@ -1,0 +1,1 @@
+"""The replica of a model that has the states of sequences in its process, and its inbox."""

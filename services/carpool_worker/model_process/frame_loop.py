@@ -1,0 +1,65 @@
+"""The loop of a process that executes frames: receive one, execute it, send the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from functools import partial
+
+from carpool.parts import Buffer
+from carpool_worker.model_process import frames
+from carpool_worker.model_process.bound_executor import BoundExecutor
+from carpool_worker.model_process.frame_execution import execute_bound_frame, execute_frame
+from carpool_worker.model_process.frames import End, FrameHeader
+from carpool_worker.model_process.loaded import BoundModel, LoadedModel
+from carpool_worker.model_process.raised import RaisedLog
+
+
+class FrameLoop:
+    """Takes what the worker sends, in order: frames, and for a model that binds sequences, their ends."""
+
+    def __init__(self, sock: socket.socket, model: LoadedModel, raised: RaisedLog) -> None:
+        self._sock = sock
+        self._reader = frames.MessageReader(sock)
+        self._sent_ahead: deque[tuple[FrameHeader | End, Buffer]] = (
+            deque()
+        )  # before one that was wanted again
+        self._model = model
+        self._raised = raised
+        self._bound = BoundExecutor(model, raised.observe) if isinstance(model, BoundModel) else None
+
+    def run(self) -> None:
+        """Serve until the worker closes the connection; then end all sequences. Raises Unhealthy."""
+        with contextlib.suppress(frames.ProcessGoneError):
+            while True:
+                self.run_once()
+        if self._bound is not None:
+            self._bound.close()
+
+    def run_once(self) -> None:
+        """Take one message. Raises ProcessGoneError."""
+        message, payload = self._sent_ahead.popleft() if self._sent_ahead else self._receive()
+        if isinstance(message, End):
+            if self._bound is not None:
+                self._bound.end(message.sequence_ids)
+            return
+        if self._bound is not None:
+            header, data = execute_bound_frame(self._bound, message, payload)
+        else:
+            again = partial(self._again, message.number)
+            header, data = execute_frame(self._model, message, payload, again, self._raised.observe)
+        frames.send_message(self._sock, self._raised.named(header), *data)
+
+    def _again(self, number: int) -> Buffer:
+        """The payload of the frame with this number, whose outcome was not sent yet, once more."""
+        frames.send_message(self._sock, frames.Again(number).message())
+        while True:
+            message, payload = self._receive()
+            if isinstance(message, FrameHeader) and message.number == number:
+                return payload
+            self._sent_ahead.append((message, payload))
+
+    def _receive(self) -> tuple[FrameHeader | End, Buffer]:
+        fields, payload = self._reader.receive()
+        return frames.read_request(fields), payload

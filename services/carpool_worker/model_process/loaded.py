@@ -1,0 +1,122 @@
+"""A user's model, loaded, for what executes it: its functions under one interface, and what it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from carpool.model_settings import ModelKind, ModelSettings
+from carpool.wire.tensors import StateSpec, TensorSpec
+from carpool_worker.model_process.frames import Ready
+
+
+class RequestInfo(NamedTuple):
+    """What a request has beside its body. `fields`: all that are not in `request_fields.CARPOOL_FIELDS`.
+
+    `sequence_id`: None unless it is a part of a sequence. `slot`: of a model that binds them, its row.
+    """
+
+    correlation_id: str
+    lane: str
+    fields: Mapping[str, bytes]
+    sequence_id: str | None = None
+    sequence_start: bool = False
+    sequence_end: bool = False
+    slot: int | None = None
+
+
+class BoundSequence(NamedTuple):
+    """A sequence that is bound to a model process, and its slot there, from 0."""
+
+    sequence_id: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declarations:
+    """What any loaded model has: the hooks beside the one that computes, and what it declares."""
+
+    validate: Callable[[Any], object] | None = None
+    unload: Callable[[], object] | None = None
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    settings: ModelSettings = field(default_factory=ModelSettings)
+    misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that has no effect -> setting
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of a model since it was loaded: whether what it returns has a row for each request."""
+
+    returns_rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(Declarations):
+    """A user's model, loaded, that executes batches.
+
+    `run` takes a batch and `requests`; one of a model with `states` takes these as well, and returns outputs
+    and new states. `initial_state`: the bytes of the state of a sequence that starts.
+    """
+
+    run: Callable[..., Any]
+    wants_requests: bool = False
+    states: tuple[StateSpec, ...] = ()
+    initial_state: bytes = b""
+    output_datatypes: Mapping[str, str] = field(init=False)  # declared ones, by name
+    seen: Seen = field(default_factory=Seen, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "output_datatypes", {spec.name: spec.datatype for spec in self.outputs})
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModel(LoadedModel):
+    """A user's model, loaded, that has the states of its sequences inside.
+
+    `run` takes a row for each slot, and `requests` None for those that are not ready.
+    """
+
+    start: Callable[[BoundSequence], object] | None = None
+    end: Callable[[BoundSequence], object] | None = None
+
+    @property
+    def slots(self) -> int:
+        """How many sequences it takes at a time."""
+        return self.settings.max_batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class SteppingModel(Declarations):
+    """A user's model, loaded, that generates step by step. `continues`: it can go on from chunks.
+
+    Its functions take requests as `stepping.requests` has them.
+    """
+
+    begin: Callable[[list[Any]], object]
+    step: Callable[[list[Any]], object]
+    end: Callable[[Any], object] | None = None
+    continues: bool = True
+
+
+def description_of(model: LoadedModel | SteppingModel) -> Ready:
+    """What the worker needs to know of the model."""
+    return Ready(
+        model.settings.as_text(),
+        model.inputs,
+        model.outputs,
+        isinstance(model, SteppingModel | BoundModel) or model.wants_requests,
+        dict(model.misspelt),
+        kind_of(model),
+        b"" if isinstance(model, SteppingModel) else model.initial_state,
+    )
+
+
+def kind_of(model: LoadedModel | SteppingModel) -> ModelKind:
+    """How it takes requests."""
+    if isinstance(model, SteppingModel):
+        return ModelKind.STEPPING
+    if isinstance(model, BoundModel):
+        return ModelKind.BOUND
+    return ModelKind.STATEFUL if model.states else ModelKind.PLAIN
