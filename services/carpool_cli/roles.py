@@ -172,7 +172,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("the script keep", "eval", "requests kept body"),
         Grant("whether a request was added before", "exists", "kept"),
         _Lua("keep"),
-    ),  # fmt: skip
+    ),
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
     "admin": (
         _CONNECT,
