@@ -128,19 +128,15 @@ class Segment:
 
 
 class InFlight:
-    """The request of a sequence that is in flight. `has_failed`: it has another answer than OK.
+    """The request of a sequence that is in flight. `has_failed`: it has another answer than OK."""
 
-    `is_counted`: a batcher that took over found its state kept already.
-    """
-
-    __slots__ = ("correlation_id", "has_failed", "is_counted", "part", "segment")
+    __slots__ = ("correlation_id", "has_failed", "part", "segment")
 
     def __init__(self, part: SequencePart, correlation_id: str, segment: Segment) -> None:
         self.part = part
         self.correlation_id = correlation_id
         self.segment = segment
         self.has_failed = False
-        self.is_counted = False
 
 
 class Sequence:
@@ -207,7 +203,11 @@ class Sequence:
         """A previous batcher dispatched this request. `is_broken`: Redis has broken the sequence because of
         it. So it is, too, if the request goes on with a state that there is not."""
         in_flight = self.in_flight = InFlight(part, correlation_id, self.current)
-        in_flight.is_counted = self.has_state and not part.starts and self.last_id == correlation_id
+        if self.has_state and not part.starts and self.last_id == correlation_id:
+            self.next_index, self.last_id = (
+                self.next_index - 1,
+                "",
+            )  # Redis has counted it; `settle` will, too
         in_flight.has_failed = is_broken or not (part.starts or part.ends or self.has_state)
         if in_flight.has_failed:
             self.has_state, self.current.broken = False, did_not_succeed(correlation_id)
@@ -226,10 +226,7 @@ class Sequence:
         part = in_flight.part
         self.has_state = self.is_in_process = not part.ends
         self.is_recorded = self.has_state or self.broken_at > part.place
-        if part.starts or part.ends:
-            self.next_index = int(not part.ends)
-        elif not in_flight.is_counted:
-            self.next_index += 1
+        self.next_index = int(not part.ends) if part.starts or part.ends else self.next_index + 1
         self.last_id = in_flight.correlation_id
         if part.starts:
             self.first_id = in_flight.correlation_id
