@@ -662,7 +662,7 @@ def test_checker_detects_a_follower_beside_its_head(stack: Stack, tmp_path: Path
         carpool_batcher,
         r"if not sequence\.is_busy:",
         "if True:",
-        "core/sequences/sequences.py",
+        "core/sequences/heads.py",
     )
     stack.batcher(faulty_package=faulty, ready=False)
     stack.worker(SPEC, *LONG_LEASE)

@@ -9,8 +9,11 @@ import pytest
 
 from carpool.messages.requests import Run
 from carpool.messages.sequences import SequenceChange
+from carpool_batcher.core.sequences.followers import Followers
+from carpool_batcher.core.sequences.heads import Heads
 from carpool_batcher.core.sequences.sequence import Segment, Sequence, place_of
-from carpool_batcher.core.sequences.sequences import Decided, Sequences
+from carpool_batcher.core.sequences.sequences import Sequences
+from carpool_batcher.core.sequences.takeover import Event, Takeover
 from carpool_batcher.core.waiting.queue import Queue
 from simulation.test_sequences_machine import SequencesMachine
 from support.planting import Fault, Faults, Patch, of_machine
@@ -34,7 +37,7 @@ def send_two_of_a_sequence(patch: Patch) -> None:
         assert sequence is not None
         sequence.in_flight = None
         sequence.has_state = True
-        self._changed[sequence] = None
+        self._records.changed[sequence] = None
 
     original = Sequences.dispatch
     patch.setattr(Sequences, "dispatch", dispatch)
@@ -49,13 +52,11 @@ def forget_what_is_in_flight_at_takeover(patch: Patch) -> None:
 def serve_in_the_order_of_reading(patch: Patch) -> None:
     """Places of requests that were put back do not count."""
 
-    def complete(self: Sequences) -> None:
-        if self._unread is not None:
-            self._unread = [(f"{at:05d}", event) for at, (_, event) in enumerate(self._unread)]
-        original(self)
+    def record(self: Takeover, place: str, event: Event) -> None:
+        original(self, f"{len(self._events):05d}", event)
 
-    original = Sequences.complete
-    patch.setattr(Sequences, "complete", complete)
+    original = Takeover.record
+    patch.setattr(Takeover, "record", record)
 
 
 @FAULTS.found(examples=11)
@@ -85,7 +86,7 @@ def forget_a_follower(patch: Patch) -> None:
     def settle(self: Sequences, run: Run, *, is_broken: bool) -> None:
         original(self, run, is_broken=is_broken)
         if not is_broken:
-            self._changed.clear()
+            self._records.changed.clear()
 
     original = Sequences.settle
     patch.setattr(Sequences, "settle", settle)
@@ -93,10 +94,10 @@ def forget_a_follower(patch: Patch) -> None:
 
 @FAULTS.shown_by(examples.test_requests_before_a_break_are_served)
 def serve_what_comes_after_a_failure(patch: Patch) -> None:
-    def refuse_after(self: Sequences, segment: Segment, place: str) -> Iterator[Decided]:
-        yield Decided.nothing()
+    def refuse_after(self: Followers, segment: Segment, place: str) -> Iterator[None]:
+        yield
 
-    patch.setattr(Sequences, "_refuse_after", refuse_after)
+    patch.setattr(Followers, "_refuse_after", refuse_after)
 
 
 @FAULTS.found(examples=86)
@@ -113,34 +114,34 @@ def accept_what_comes_after_a_failure(patch: Patch) -> None:
 def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
     """Idle time counts from the last arrival, whatever waits or is in flight."""
 
-    def advance(self: Sequences, sequence: Sequence, now_us: int) -> None:
+    def advance(self: Heads, sequence: Sequence, now_us: int) -> None:
         original(self, sequence, now_us)
-        if sequence.sequence_id in self._by_id:
+        if sequence.sequence_id in self._records.by_id:
             self._idle.add(sequence, now_us, waits=False, has_state=sequence.has_state)
 
-    original = Sequences._advance
-    patch.setattr(Sequences, "_advance", advance)
+    original = Heads._advance
+    patch.setattr(Heads, "_advance", advance)
 
 
 @FAULTS.found(examples=6)
 def never_end_a_sequence(patch: Patch) -> None:
-    patch.setattr(Sequences, "_end_long_idle", lambda self, now_us: False)
+    patch.setattr(Heads, "_end_long_idle", lambda self, now_us, idle_us: False)
 
 
 @FAULTS.found(examples=13)
 def begin_without_space(patch: Patch) -> None:
-    def recount(self: Sequences, sequence: Sequence) -> None:
+    def recount(self: Heads, sequence: Sequence) -> None:
         original(self, sequence)
-        self._begun -= sequence.occupies_space
+        self.begun -= sequence.occupies_space
         sequence.occupies_space = False
 
-    original = Sequences._recount
-    patch.setattr(Sequences, "_recount", recount)
+    original = Heads._recount
+    patch.setattr(Heads, "_recount", recount)
 
 
 @FAULTS.found(examples=47)
 def never_begin_what_waits_for_space(patch: Patch) -> None:
-    patch.setattr(Sequences, "_begin_waiting", lambda self, now_us: None)
+    patch.setattr(Heads, "_begin_waiting", lambda self, now_us: None)
 
 
 @FAULTS.found(examples=6)

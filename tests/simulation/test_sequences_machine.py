@@ -19,6 +19,7 @@ from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INVALID_ARGUME
 from carpool.messages.requests import Run, SequencePart
 from carpool.messages.results import UNANSWERED
 from carpool.messages.sequences import SequenceChange
+from carpool_batcher.core.sequences.sequence import Sequence
 from support.sequence_harness import SequenceHarness
 
 IDLE_MS = 50
@@ -41,6 +42,25 @@ class Observed(SequenceHarness):
             assert part.sequence_id not in [part_of(run).sequence_id for run in present], "it is not idle"
             places = [part_of(run).place for run in self.runs.values() if is_of(run, part.sequence_id)]
             self.idle_after.setdefault(part.sequence_id, []).append(max(places))
+
+
+def check_state(sequence: Sequence) -> None:
+    """A sequence is in one of the states of the table in `sequences.sequence`."""
+    current = sequence.current
+    if sequence.is_busy:
+        assert (sequence.head is None) is not (sequence.in_flight is None)
+        assert not sequence.waits_for_space
+    elif sequence.waits_for_space:
+        assert current.start is not None
+        assert not sequence.has_state
+    elif sequence.has_state:
+        assert not current.broken
+        assert current.start is None
+        assert current.turn_of(sequence.next_index) is None
+    elif current.broken:
+        assert current.is_empty
+    else:
+        assert current.start is None
 
 
 def part_of(run: Run) -> SequencePart:
@@ -268,11 +288,13 @@ class SequencesMachine(RuleBasedStateMachine):
         """Each waiting request is of a sequence that is known, each head waits, and each follower is where it
         has its turn."""
         sequences, waiting = self.harness.scheduler.sequences, set(self.harness.waiting.values())
-        assert {part_of(run).sequence_id for run in waiting} <= sequences._by_id.keys()
-        assert {one.head for one in sequences._by_id.values() if one.head is not None} <= waiting
+        assert {part_of(run).sequence_id for run in waiting} <= sequences._records.by_id.keys()
+        assert {one.head for one in sequences._records.by_id.values() if one.head is not None} <= waiting
         for run, segment in sequences.followers._segments.items():
             assert segment is not None
             assert run in segment
+        for sequence in set(sequences._records.by_id.values()) - sequences._records.changed.keys():
+            check_state(sequence)
 
     def check_that_failures_break(self) -> None:
         """Redis knows at once that a sequence is broken, when a request that stands after its state was

@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgpack
 
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.sequences.sequences import BROKEN_MIN
+from carpool_batcher.core.sequences.heads import BROKEN_MIN
 from support.any_fields import COMMON, OF_SEQUENCES, SETTINGS, VALUES, Batcher, as_flat
 
 ENTRIES_PER_SEED: Final = 2000
@@ -100,9 +100,9 @@ def _assert_bounded(batcher: Batcher) -> None:
     assert len(scheduler._deadlines._timers) <= 4 * served + 1001
     begun_max = max(batcher.settings.max_candidate_sequences, BROKEN_MIN)
     assert len(sequences) <= served + 2 * begun_max
-    assert len(sequences._to_start._heap) <= 2 * served + 101
+    assert len(sequences._heads._to_start._heap) <= 2 * served + 101
     segments_max = 2 * max(served, WAITING_MAX) + 18  # empty ones stay until as many more arrive as waited
-    assert all(len(one.segments) <= segments_max for one in sequences._by_id.values())
+    assert all(len(one.segments) <= segments_max for one in sequences._records.by_id.values())
     assert len(scheduler._withdrawals.arrived_later) <= served + 100
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from carpool.messages.results import UNANSWERED
 from carpool.messages.sequences import SequenceChange
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
+from carpool_batcher.core.sequences import takeover
 from carpool_batcher.core.sequences.sequence import place_of
+from carpool_batcher.core.sequences.takeover import End
 from support.sequence_harness import SequenceHarness
 
 # --- order -------------------------------------------------------------------------------------------------
@@ -633,3 +636,52 @@ def test_a_result_that_was_kept_before_the_batcher_took_over_is_counted_once() -
     harness.scheduler.settle(batch_id, 0, 0)
     harness.send("a2", index=2)
     assert harness.run() == [["a2"]]
+
+
+def test_a_request_after_one_that_was_kept_before_the_batcher_took_over_has_its_turn() -> None:
+    """Given a result that was kept before the new batcher looked, and that it has not read yet."""
+    harness = SequenceHarness()
+    harness.send("a0", start=True, index=0)
+    harness.run()
+    harness.send("a1", index=1)
+    harness.poll()
+    harness.send("a2", index=2)
+    ((batch_id, (run,)),) = harness.in_flight.items()
+    assert run.sequence is not None
+    harness.store.change(SequenceChange(run.sequence, "a1", "kept"), 0)
+    harness.take_over()
+    harness.send("a3", index=3)
+    assert harness.poll() == []
+    del harness.in_flight[batch_id]
+    harness.scheduler.settle(batch_id, 0, 0)
+    assert harness.run() == [["a2"], ["a3"]]
+    assert harness.answers == {}
+
+
+def test_copies_of_requests_that_were_kept_before_the_batcher_took_over() -> None:
+    harness = SequenceHarness()
+    harness.send("a0", start=True, index=0)
+    harness.send("a1", index=1)
+    harness.run()
+    harness.send("a2", index=2)
+    harness.poll()
+    ((_, (run,)),) = harness.in_flight.items()
+    assert run.sequence is not None
+    harness.store.change(SequenceChange(run.sequence, "a2", "kept"), 0)
+    harness.take_over()
+    harness.send("again", sequence="a", index=2, correlation_id="a2")
+    harness.send("other", sequence="a", index=1, correlation_id="a1")
+    assert harness.answers == {"again": UNANSWERED, "other": INVALID_ARGUMENT}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_events_of_a_takeover_are_sorted_in_pieces(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of places; at one place, in the order in which they were recorded."""
+    monkeypatch.setattr(takeover, "SORTED_AT_ONCE", 4)
+    choice = Random(seed)
+    events = [(f"{choice.randrange(12):02d}", End((), str(number))) for number in range(30)]
+    recorded = takeover.Takeover(())
+    for place, event in events:
+        recorded.record(place, event)
+    assert len(list(recorded.sort())) == 8
+    assert list(recorded.in_order()) == [event for _, event in sorted(events, key=lambda one: one[0])]

@@ -3,7 +3,21 @@
 Its waiting requests are in *segments*: one for the requests that belong to the state that is kept, and one
 for each waiting start, with what stands after it. Within a segment a request with an index has its turn when
 all before it were served; one without is served in the order of the request stream. Nothing here knows of
-lanes, time or other sequences: that is `core.sequences`.
+lanes, time or other sequences: that is `sequences.heads`.
+
+A sequence is in one of these states when `sequences.heads` has looked at it after its last change:
+
+    state              head  in_flight  waits_for_space  has_state  its current segment
+    in a lane          set   -          -                any        any
+    in flight          -     set        -                any        any
+    waiting for space  -     -          set              -          has its start
+    kept               -     -          -                set        is whole, without the next request
+    broken             -     -          -                -          is broken, and empty
+    not begun          -     -          -                -          is whole, without a start
+
+A start leads to a lane, or to waiting for space. An OK result leads to the lane again if the next request
+waits, else to kept, or, if it was the last request, to not begun. Any other one leads to broken once those
+are served that stand before it; so does what is removed, or missing for too long. A later start begins anew.
 """
 
 from __future__ import annotations
@@ -16,6 +30,7 @@ from typing import Final
 from carpool.errors import ABORTED, CANCELLED, INVALID_ARGUMENT
 from carpool.messages.requests import Run, SequencePart
 from carpool.messages.results import Refusal
+from carpool.messages.sequences import KeptSequence
 from carpool_batcher.core.decisions import duplicate, refusal
 
 SEGMENTS_MIN: Final = 16  # of a sequence: with fewer it is not looked which are empty
@@ -113,19 +128,15 @@ class Segment:
 
 
 class InFlight:
-    """The request of a sequence that is in flight. `has_failed`: it has another answer than OK.
+    """The request of a sequence that is in flight. `has_failed`: it has another answer than OK."""
 
-    `is_counted`: a batcher that took over found its state kept already.
-    """
-
-    __slots__ = ("correlation_id", "has_failed", "is_counted", "part", "segment")
+    __slots__ = ("correlation_id", "has_failed", "part", "segment")
 
     def __init__(self, part: SequencePart, correlation_id: str, segment: Segment) -> None:
         self.part = part
         self.correlation_id = correlation_id
         self.segment = segment
         self.has_failed = False
-        self.is_counted = False
 
 
 class Sequence:
@@ -178,6 +189,61 @@ class Sequence:
         self.process = ""
         self.is_in_process = False
         self._segments_max = SEGMENTS_MIN
+
+    def load(self, kept: KeptSequence) -> None:
+        """Redis has it."""
+        self.is_recorded = True
+        if kept.next_index is not None:
+            self.has_state, self.next_index = True, kept.next_index
+            self.first_id, self.last_id = kept.first_id, kept.last_id
+        if kept.broken:
+            self.broken_at = kept.broken_at
+
+    def adopt(self, part: SequencePart, correlation_id: str, *, is_broken: bool) -> None:
+        """A previous batcher dispatched this request. `is_broken`: Redis has broken the sequence because of
+        it. So it is, too, if the request goes on with a state that there is not."""
+        in_flight = self.in_flight = InFlight(part, correlation_id, self.current)
+        if self.has_state and not part.starts and self.last_id == correlation_id:
+            self.next_index, self.last_id = (
+                self.next_index - 1,
+                "",
+            )  # Redis has counted it; `settle` will, too
+        in_flight.has_failed = is_broken or not (part.starts or part.ends or self.has_state)
+        if in_flight.has_failed:
+            self.has_state, self.current.broken = False, did_not_succeed(correlation_id)
+            self.is_recorded = True  # with its result, at the latest
+
+    def dispatch(self, run: Run) -> None:
+        """Its head, this one, is dispatched."""
+        self.head, self.is_in_process = None, True
+        self.in_flight = InFlight(part_of(run), run.correlation_ids[0], self.current)
+
+    def settle(self) -> SequencePart | None:
+        """The request in flight was answered. Returns its part if it was answered OK."""
+        in_flight, self.in_flight = self.in_flight, None
+        if in_flight is None or in_flight.has_failed:
+            return None
+        part = in_flight.part
+        self.has_state = self.is_in_process = not part.ends
+        self.is_recorded = self.has_state or self.broken_at > part.place
+        self.next_index = int(not part.ends) if part.starts or part.ends else self.next_index + 1
+        self.last_id = in_flight.correlation_id
+        if part.starts:
+            self.first_id = in_flight.correlation_id
+        return part
+
+    def end_by_force(self, place: str) -> Run | None:
+        """An entry at this place ends it: none of its requests is served. Returns its head, which is none any
+        more."""
+        for segment in self.segments:
+            segment.has_ended = True
+        self.segments.clear()
+        self.segments.append(Segment(broken=ENDED_BY_FORCE))
+        head, self.head, self.has_state = self.head, None, False
+        if self.in_flight is not None:
+            self.in_flight.has_failed = True
+        self.is_recorded, self.broken_at = True, place
+        return head
 
     @property
     def current(self) -> Segment:

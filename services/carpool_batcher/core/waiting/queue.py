@@ -19,7 +19,8 @@ from carpool.messages.results import Refusal
 from carpool.rows import StoredBody
 from carpool_batcher.core.decisions import duplicate, refusal
 from carpool_batcher.core.rules import NO_LIMIT, BatchLimits, Rules, Shares
-from carpool_batcher.core.sequences.sequences import Decided, Sequences
+from carpool_batcher.core.sequences.heads import Decided
+from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.waiting.batch_space import bytes_of, sizes_bytes
 from carpool_batcher.core.waiting.delayed import DelayedRuns
 from carpool_batcher.core.waiting.duplicates import BodiesInUse, WaitingIds, repeated_in

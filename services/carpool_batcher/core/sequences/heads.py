@@ -1,0 +1,240 @@
+"""The heads of sequences: whose turn it is, who begins when there is space, and which idle ones end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Final, NamedTuple
+
+from carpool.messages.requests import Run, SequencePart
+from carpool.messages.results import Refusal
+from carpool.messages.sequences import SequenceChange, SlotFreed
+from carpool_batcher.core.sequences.followers import Followers
+from carpool_batcher.core.sequences.idle_sequences import IdleSequences
+from carpool_batcher.core.sequences.records import Break, Records
+from carpool_batcher.core.sequences.sequence import (
+    PROCESS_GONE,
+    Segment,
+    Sequence,
+    aborted,
+    did_not_arrive,
+    never_begun,
+    part_of,
+    place_of,
+)
+from carpool_batcher.core.sequences.space import Space, WaitingStarts
+
+ADVANCED_AT_ONCE: Final = 256  # sequences, in a piece
+BROKEN_MIN: Final = 1000  # broken sequences that are remembered in any case
+
+_FIRST_PLACE: Final = "0"  # before each place
+
+
+class Decided(NamedTuple):
+    """Requests that become heads, followers that are refused, what changes in Redis besides, and what model
+    processes are told."""
+
+    heads: list[Run]
+    refusals: list[Refusal]
+    changes: list[SequenceChange]
+    freed: list[SlotFreed]
+
+
+class Heads:
+    """Chooses the heads of the sequences that changed, as far as there is space. `begun`: how many sequences
+    are begun, and neither ended nor broken."""
+
+    def __init__(self, records: Records, followers: Followers, space: Space) -> None:
+        self.begun = 0
+        self._records = records
+        self._followers = followers
+        self._space = space
+        self._idle = IdleSequences()
+        self._to_start = WaitingStarts()
+        self._heads: list[Run] = []
+        self._freed: list[SlotFreed] = []
+
+    @property
+    def waiting_to_start(self) -> int:
+        """The number of sequences whose start waits for space."""
+        return len(self._to_start)
+
+    # --- what is recorded ----------------------------------------------------------------------------------
+
+    def load(self, sequence: Sequence, changed_us: int) -> None:
+        """A previous batcher kept a sequence, and changed it at this time. Oldest first."""
+        self._idle.add(sequence, changed_us, waits=False, has_state=sequence.has_state)
+
+    def take_over(self, sequence: Sequence) -> None:
+        """All is known of a sequence that a previous batcher kept, or had in flight."""
+        self._recount(sequence)
+        self._records.changed[sequence] = None
+
+    def withdraw_start(self, sequence: Sequence) -> None:
+        """The start of a sequence, if it waits for space, does not any more."""
+        self._to_start.discard(sequence)
+
+    def leave_process(self, sequence: Sequence) -> None:
+        """A sequence leaves its model process: it is broken, unless that has not got its start yet."""
+        head, in_flight = sequence.head, sequence.in_flight
+        if head is not None:
+            sequence.head = None
+            sequence.current.add(head)
+            self._followers.add(head, sequence.current)
+        if in_flight is not None and not in_flight.has_failed:
+            in_flight.has_failed = True
+            event = Break(in_flight.part, in_flight.correlation_id, PROCESS_GONE, False)
+            self._records.break_segment(sequence, in_flight.segment, event)
+        elif in_flight is None and sequence.has_state and sequence.current.start is None:
+            part = SequencePart(sequence.sequence_id, False, False, None, _FIRST_PLACE)
+            self._records.break_segment(sequence, sequence.current, Break(part, "", PROCESS_GONE, False))
+        sequence.has_state = False
+        self._leave(sequence)
+        self._records.changed[sequence] = None
+
+    # --- decisions -----------------------------------------------------------------------------------------
+
+    def wake_at_us(self, idle_us: int) -> int | None:
+        """As `Sequences.wake_at_us`."""
+        if self._records.has_news or self._followers.has_refusals or self._heads or self._freed:
+            return 0
+        oldest_us = self._idle.oldest_us()
+        return None if oldest_us is None else oldest_us + idle_us
+
+    def decide(self, now_us: int, idle_us: int) -> Iterator[Decided]:
+        """As `Sequences.decide`."""
+        yield from self._follow_events(now_us)
+        if self._end_long_idle(now_us, idle_us):
+            yield from self._follow_events(now_us)
+        self._records.mark_breaks()
+        yield self._pop_decided()
+
+    def _pop_decided(self) -> Decided:
+        heads, self._heads = self._heads, []
+        freed, self._freed = self._freed, []
+        return Decided(heads, self._followers.pop_refusals(), self._records.pop_changes(), freed)
+
+    def _follow_events(self, now_us: int) -> Iterator[Decided]:
+        for _ in self._followers.refuse_broken():
+            yield self._pop_decided()
+        changed, self._records.changed = self._records.changed, {}
+        for number, sequence in enumerate(changed, 1):
+            self._advance(sequence, now_us)
+            if not number % ADVANCED_AT_ONCE:
+                yield self._pop_decided()
+        self._begin_waiting(now_us)
+        for _ in self._followers.refuse_doomed():
+            yield self._pop_decided()
+
+    def _advance(self, sequence: Sequence, now_us: int) -> None:
+        """Choose the head of a sequence, and forget one of which nothing is left."""
+        if not sequence.is_busy:
+            self._choose_head(sequence)
+        self._recount(sequence)
+        waits = sequence.current.has_rest
+        if sequence.is_busy or sequence.waits_for_space:
+            self._idle.discard(sequence)
+        elif sequence.is_recorded or waits or sequence.current.broken:
+            self._idle.add(sequence, now_us, waits=waits, has_state=sequence.has_state)
+        else:
+            self._idle.discard(sequence)
+            del self._records.by_id[sequence.sequence_id]
+
+    def _recount(self, sequence: Sequence) -> None:
+        occupies_space = sequence.is_busy or sequence.can_go_on
+        self.begun += occupies_space - sequence.occupies_space
+        sequence.occupies_space = occupies_space
+        if not occupies_space:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        freed = self._space.leave(sequence)
+        if freed is not None:
+            self._freed.append(freed)
+
+    def _choose_head(self, sequence: Sequence) -> None:
+        """Find the request whose turn it is, and refuse those that will never have one."""
+        while True:
+            segment = sequence.current
+            if segment.start is not None:
+                self._begin(sequence, segment.start)
+                return
+            run = segment.turn_of(sequence.next_index) if sequence.has_state else None
+            if run is not None:
+                self._promote(sequence, run)
+                return
+            is_last = len(sequence.segments) == 1
+            self._refuse_unservable(segment, has_state=sequence.has_state, is_last=is_last)
+            if segment.broken:
+                sequence.has_state = False
+            if is_last or segment.has_rest:
+                return
+            sequence.segments.popleft()
+
+    def _refuse_unservable(self, segment: Segment, *, has_state: bool, is_last: bool) -> None:
+        """None of these requests has its turn. Only those stay that wait for an index or a start."""
+        if segment.broken:
+            self._followers.doom(segment.pop_rest(), partial(aborted, reason=segment.broken))
+        elif not has_state:
+            runs = segment.pop_unnumbered() if is_last else segment.pop_rest()
+            self._followers.doom(runs, never_begun)
+
+    def _begin(self, sequence: Sequence, start: Run) -> None:
+        """It is the turn of a start: it becomes the head if there is space."""
+        if not self._space.is_occupied_by(sequence):
+            self._leave(sequence)
+            sequence.has_state = False
+            if not (self._to_start.is_first(place_of(start)) and self._space.is_free(self.begun)):
+                self._to_start.add(sequence, place_of(start))
+                return
+        self._to_start.discard(sequence)
+        self._space.occupy(sequence)
+        self._promote(sequence, start)
+
+    def _begin_waiting(self, now_us: int) -> None:
+        """Sequences that wait to start begin, as far as there is space."""
+        while self._to_start and self._space.is_free(self.begun):
+            sequence = self._to_start.pop()
+            if sequence is not None:
+                self._advance(sequence, now_us)
+
+    def _promote(self, sequence: Sequence, run: Run) -> None:
+        sequence.current.remove(run)
+        self._followers.pop(run)
+        sequence.head = run
+        self._heads.append(run)
+
+    # --- idle sequences ------------------------------------------------------------------------------------
+
+    def _end_long_idle(self, now_us: int, idle_us: int) -> bool:
+        """End the sequences that have been idle for `idle_us`, and the oldest broken ones if there are too
+        many of them. Whether there were any."""
+        ended = False
+        for sequence, waits in self._idle.pop_until(now_us - idle_us):
+            ended = True
+            if waits:
+                self._refuse_stuck(sequence, idle_us)
+            else:
+                self._end_idle(sequence)
+        for sequence in self._idle.pop_broken(max(self._space.begun_max, BROKEN_MIN)):
+            ended = True
+            self._end_idle(sequence)
+        return ended
+
+    def _refuse_stuck(self, sequence: Sequence, idle_us: int) -> None:
+        """Its requests wait for an index that did not come, or for a start."""
+        segment = sequence.current
+        if sequence.has_state:
+            first = min(segment.rest(), key=place_of)
+            reason = did_not_arrive(sequence.next_index, idle_us // 1000)
+            event = Break(part_of(first), first.correlation_ids[0], reason, False)
+            self._records.break_segment(sequence, segment, event)
+            sequence.has_state = False
+        refusal_of = partial(aborted, reason=segment.broken) if segment.broken else never_begun
+        self._followers.doom(segment.pop_rest(), refusal_of)
+        self._records.changed[sequence] = None
+
+    def _end_idle(self, sequence: Sequence) -> None:
+        self.begun -= sequence.occupies_space
+        self._leave(sequence)
+        self._records.end_idle(sequence)
