@@ -37,7 +37,8 @@ def test_health_has_the_names_of_all_clients() -> None:
 def test_server_metadata() -> None:
     found = parsed(documents.server_metadata("triton", "0.1.0"))
     assert (found["name"], found["version"]) == ("triton", "0.1.0")
-    assert {"binary_tensor_data", "model_repository", "sequence(string_id)"} <= set(found["extensions"])
+    assert {"binary_tensor_data", "schedule_policy", "sequence(string_id)"} <= set(found["extensions"])
+    assert not {"statistics", "model_repository"} & set(found["extensions"])  # no routes serve these
 
 
 def test_shapes_of_model_metadata_have_the_batch_first() -> None:

@@ -16,17 +16,14 @@ from carpool_gateway.oip.json_text import parse
 from carpool_gateway.oip.models import VERSION, OfferedModel, shown_shape
 
 PLATFORM: Final = "carpool"
-EXTENSIONS: Final = (
+EXTENSIONS: Final = (  # those that the gateway serves, and no others
     "binary_tensor_data",
     "classification",
     "model_configuration",
-    "model_repository",
-    "model_repository(unload_dependents)",
     "parameters",
     "schedule_policy",
     "sequence",
     "sequence(string_id)",
-    "statistics",
 )
 READY: Final = "READY"
 UNAVAILABLE: Final = "UNAVAILABLE"
