@@ -94,11 +94,11 @@ def _serve(scheduler: Scheduler, offered: Sequence[Run], now_us: int, runs: int)
             if type(decision) is Dispatch:
                 for run in decision.runs:
                     run.entry.runs.remove(run)  # as the batcher does
-                scheduler.launch(str(next(BATCH_IDS)), decision, now_us)
+                scheduler.in_flight.launch(str(next(BATCH_IDS)), decision, now_us)
         scheduler.wake_at_us()
         now_us += EXECUTION_US
-        for batch_id in list(scheduler.in_flight()):
-            scheduler.settle(batch_id, EXECUTION_US, now_us)
+        for batch_id in list(scheduler.in_flight.batches):
+            scheduler.in_flight.settle(batch_id, EXECUTION_US, now_us)
     return now_us
 
 

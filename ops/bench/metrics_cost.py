@@ -41,7 +41,7 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
     metrics = BatcherMetrics()
     meter = Meter(metrics, MODEL)
     scheduler = Scheduler(ModelSettings(max_batch_size=size), model_processes=1)
-    missed = MissedDeadlines(scheduler.learned, scheduler.in_flight())
+    missed = MissedDeadlines(scheduler.learned, scheduler.in_flight.batches)
     runs = [
         Run(Entry("1-1", 1000), [str(at)], [b""], arrival_us=1000, deadline_us=60_000_000)
         for at in range(size)

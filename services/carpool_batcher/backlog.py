@@ -129,7 +129,7 @@ class Backlog:
             entry_id, flat, scheduler.settings, now_us + CLOCK_LAG_US, unread.waited
         )
         flat.clear()  # they may be large, and what is needed of them was copied
-        if unread.leaves_decoded(decoded, scheduler.settings.max_queue_size - scheduler.waiting):
+        if unread.leaves_decoded(decoded, scheduler.settings.max_queue_size - scheduler.queue.count):
             return None
         return entry, decoded
 

@@ -265,12 +265,12 @@ class MissingBatches:
         `batches_in_flight` is how many there are in Redis. If that is too few, the batches are looked up.
         `settled_read`: the ID of the last entry of `settled` that was read.
         """
-        if batches_in_flight >= len(scheduler.in_flight()):
+        if batches_in_flight >= len(scheduler.in_flight.batches):
             self._missing.clear()
             return
         old = [
             batch_id
-            for batch_id, batch in scheduler.in_flight().items()
+            for batch_id, batch in scheduler.in_flight.batches.items()
             if batch.dispatched_us < now_us - SETTLED_UNREAD_US
         ]
         missing = store.missing(store.keys.batches, old) if old else set()
@@ -281,4 +281,4 @@ class MissingBatches:
         for batch_id, (since_us, settled_id) in self._missing.items():
             is_read = id_order(settled_read) >= id_order(settled_id)
             if is_read and since_us <= now_us - SETTLED_UNREAD_US:
-                scheduler.forget_batch(batch_id, now_us)
+                scheduler.in_flight.forget(batch_id, now_us)

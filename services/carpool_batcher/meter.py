@@ -20,11 +20,11 @@ from carpool.errors import (
     UNIMPLEMENTED,
 )
 from carpool.messages.batches import Dispatch, DispatchReason
-from carpool.messages.requests import Entry
+from carpool.messages.requests import Entry, Run
 from carpool.messages.results import Refusal
 from carpool.messages.settled import Failures, Streamed
 from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
-from carpool.model_settings import ModelKind
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.prometheus import CollectorRegistry, Counter, Gauge
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_batcher.core.in_flight import InFlightBatch
@@ -153,7 +153,7 @@ class Meter:
             self._requests_for_slots += len(batches)
         else:
             self._size.observe([batch.size for batch in batches])
-            self._fill.observe([scheduler.fill_percent(batch.runs) for batch in batches])
+            self._fill.observe([_fill_percent(scheduler.settings, batch.runs) for batch in batches])
         for arrival_us, number in count_equal((run.arrival_us, len(run)) for b in batches for run in b.runs):
             self._queue.observe_equal(max(0, now_us - arrival_us), number)
 
@@ -317,17 +317,25 @@ class Meter:
 def gauges(scheduler: Scheduler, now_us: int) -> Gauges:
     """The model as it is now. O(batches in flight)."""
     oldest_us = scheduler.oldest_arrival_us()
-    in_flight = scheduler.in_flight()
+    queue, in_flight = scheduler.queue, scheduler.in_flight.batches
     return Gauges(
-        scheduler.waiting,
-        scheduler.waiting_bytes,
+        queue.count,
+        queue.bytes,
         0.0 if oldest_us is None else max(0, now_us - oldest_us) / 1e6,
         len(in_flight),
         sum(batch.size for batch in in_flight.values()),
         scheduler.model_processes,
-        scheduler.withheld,
-        scheduler.delayed,
+        queue.withheld,
+        queue.delayed.requests,
     )
+
+
+def _fill_percent(settings: ModelSettings, runs: Sequence[Run]) -> int:
+    """How full a batch of these runs is, by size or by cost, whichever is nearer to its limit."""
+    percent = 100 * sum(map(len, runs)) // settings.max_batch_size
+    if settings.max_batch_cost is not None:
+        percent = max(percent, 100 * sum(run.cost * len(run) for run in runs) // settings.max_batch_cost)
+    return min(percent, 100)
 
 
 def _sequences_report(scheduler: Scheduler) -> SequencesReport | None:

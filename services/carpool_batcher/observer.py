@@ -35,7 +35,7 @@ class Observer:
         self._meter = meter
         self._log = AnswerLog(log)
         self._scheduler = scheduler
-        self._missed = MissedDeadlines(scheduler.learned, scheduler.in_flight())
+        self._missed = MissedDeadlines(scheduler.learned, scheduler.in_flight.batches)
         self._settled: list[_Settled] = []  # and not counted yet
 
     def refused(self, refusals: Sequence[Refusal]) -> None:

@@ -34,8 +34,8 @@ class ResultOrder:
     def before_admission(self) -> None:
         """Count withheld results anew if the queue may be full: some may have been delivered since."""
         scheduler = self._scheduler
-        counted = scheduler.waiting + scheduler.withheld
-        if scheduler.withheld and 2 * counted > scheduler.settings.max_queue_size:
+        counted = scheduler.queue.count + scheduler.queue.withheld
+        if scheduler.queue.withheld and 2 * counted > scheduler.settings.max_queue_size:
             self.enter()
 
     def verify(self, entries: Sequence[Entry]) -> None:
@@ -96,7 +96,7 @@ class ResultOrder:
         self.enter_if_any()
         if snapshot.waiting_entries <= len(entries):
             self._unread_entries = 0  # some of them were withdrawn before they were read
-        in_flight = self._scheduler.in_flight()
+        in_flight = self._scheduler.in_flight.batches
         self._in_flight = {name: ranges for name, ranges in self._in_flight.items() if name in in_flight}
 
         def is_known(first: FirstTicket) -> bool:
@@ -115,9 +115,9 @@ class ResultOrder:
         told from those of withheld results: then assume that none are withheld.
         """
         scheduler = self._scheduler
-        in_flight = sum(batch.size for batch in scheduler.in_flight().values())
-        withheld = max(0, tickets - scheduler.waiting - in_flight)
-        scheduler.set_withheld(0 if self._unread_entries else withheld)
+        in_flight = sum(batch.size for batch in scheduler.in_flight.batches.values())
+        withheld = max(0, tickets - scheduler.queue.count - in_flight)
+        scheduler.queue.withheld = 0 if self._unread_entries else withheld
 
 
 def issue_tickets(entry: Entry) -> bool:

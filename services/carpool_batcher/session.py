@@ -124,7 +124,7 @@ class Session:
             is_bound = scheduler.kind is ModelKind.BOUND
             scheduler.sequences.load(store.kept_sequences(with_processes=is_bound))
         for batch_id, dispatch, dispatched_us in in_flight:
-            scheduler.adopt(batch_id, dispatch, dispatched_us)
+            scheduler.in_flight.adopt(batch_id, dispatch, dispatched_us)
             self._order.launched(batch_id, dispatch.runs)
 
     def end(self) -> None:
@@ -170,7 +170,7 @@ class Session:
         scheduler, subscription = self.scheduler, self.subscription
         self.wake_at_us = earlier(scheduler.wake_at_us(), self._early.due_us)
         # While nothing waits, no decision depends on a batch that settles.
-        subscription.awaits_settled = scheduler.waiting > 0
+        subscription.awaits_settled = scheduler.queue.count > 0
         subscription.takes_requests = not self.backlog.requests
         self.reads_at_us = 0
         if subscription.awaits_settled and not subscription.has_more and not self.backlog:
@@ -195,7 +195,7 @@ class Session:
 
     def _has_known_requests(self) -> bool:
         scheduler = self.scheduler
-        return bool(scheduler.waiting or scheduler.withheld or scheduler.in_flight())
+        return bool(scheduler.queue.count or scheduler.queue.withheld or scheduler.in_flight.batches)
 
     def _settle(self, now_us: int) -> None:
         """Count the capacity of batches that settled as free, and learn from them."""
@@ -205,14 +205,14 @@ class Session:
             if type(event) is not BatchSettled:
                 self.needs_snapshot = True  # it counts the model processes, and has the settings
                 continue
-            batch = scheduler.in_flight().get(event.batch_id)
+            batch = scheduler.in_flight.batches.get(event.batch_id)
             if batch is None:
                 continue
             settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
             if is_awaited:
                 scheduler.learned.observe_delivery(now_us - settled_us)
             self._observer.settled(event, batch, settled_us)
-            scheduler.settle(
+            scheduler.in_flight.settle(
                 event.batch_id,
                 event.compute_us + event.overhead_us,
                 settled_us,
@@ -315,29 +315,25 @@ class Session:
 
     def _dispatch(self, dispatches: Sequence[Dispatch], decided_us: int) -> Generator[None]:
         scheduler = self.scheduler
-        dispatches, copies = scheduler.separate(dispatches)
-        for empty in [dispatch for dispatch in dispatches if not dispatch.runs]:
-            scheduler.cancel(empty.process)
-        dispatches = [dispatch for dispatch in dispatches if dispatch.runs]
+        outcome = scheduler.outcome(dispatches, decided_us)
         batches, changes, tickets = self._store.dispatch(
-            dispatches,
+            outcome.dispatches,
             scheduler.settings.result_ttl_ms,
             self._order.take_arrivals(),
             self._settings_of_batches,
         )
         self._follow(changes)
         dispatched: list[Dispatch] = []
-        for decided, batch in zip(dispatches, batches, strict=True):
+        for decided, batch in zip(outcome.dispatches, batches, strict=True):
             if batch is None:
-                scheduler.cancel(decided.process)
+                outcome.gone(decided)
             else:
-                scheduler.launch(batch.batch_id, batch.dispatch, decided_us)
+                outcome.launched(batch.batch_id, batch.dispatch)
                 self._order.launched(batch.batch_id, batch.dispatch.runs)
                 dispatched.append(batch.dispatch)
         self._order.dispatched(tickets)
         self._observer.dispatched(dispatched, self._clock.now_us())
-        runs = [run for dispatch in dispatched for run in dispatch.runs]
-        duplicates = scheduler.take_duplicates(runs, copies, decided_us)
+        duplicates = outcome.finish()
         if duplicates:
             yield from self._refuse(duplicates)
 
@@ -355,7 +351,7 @@ class Session:
             answers = [answer for first, run in runs for answer in _answers(first, run, *expired_while)]
             answered = self._answer_in_flight(batch_id, answers)
             self._observer.expired(batch_id, runs, answered)
-            self.scheduler.answered_in_flight(run for first, run in runs if first in (answered or ()))
+            self.scheduler.in_flight.answered(run for first, run in runs if first in (answered or ()))
 
     def _answer_in_flight(self, batch_id: str, answers: Sequence[Answer]) -> set[int] | None:
         """Answer requests of a batch in flight. Returns the positions that were answered now.
@@ -423,7 +419,7 @@ class Session:
         self.report_at_us = now_us + REPORT_INTERVAL_US
         scheduler = self.scheduler
         if scheduler.kind is ModelKind.STEPPING:
-            self._meter.chunks_written(self._store.chunks_written(list(scheduler.in_flight())))
+            self._meter.chunks_written(self._store.chunks_written(list(scheduler.in_flight.batches)))
         return self._meter.report(
             self._store.name,
             scheduler,

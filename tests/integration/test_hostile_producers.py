@@ -58,7 +58,7 @@ class Served(BatcherLoop):
 
     def runs(self) -> list[Run]:
         session = self.session()
-        return [] if session is None else list(session.scheduler._queue.runs())
+        return [] if session is None else list(session.scheduler.queue.runs())
 
     def calls(self, command: str) -> int:
         """How often Redis has run this command, also in scripts."""
@@ -186,7 +186,7 @@ def send_as_if_put_back(served: Served, name: str, **fields: Any) -> str:
 
 def served_order(served: Served) -> list[str]:
     """The correlation IDs of the waiting requests in the order in which they would be dispatched."""
-    lane = served.session().scheduler._queue.lanes[""]
+    lane = served.session().scheduler.queue.lanes[""]
     return [name for run, _, _ in lane.in_order(EQUAL_SHARES) for name in run.correlation_ids]
 
 

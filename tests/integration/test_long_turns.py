@@ -211,4 +211,4 @@ def test_a_batcher_that_takes_over_holds_few_refusals(
     assert were_left == (postponed_max < len(malformed))
     assert [bench.link.call("LLEN", KEYS.result(name)) for name in malformed] == [1] * len(malformed)
     scheduler = bench.session().scheduler
-    assert [run.correlation_ids for lane in scheduler._queue.lanes.values() for run in lane] == [["start"]]
+    assert [run.correlation_ids for lane in scheduler.queue.lanes.values() for run in lane] == [["start"]]

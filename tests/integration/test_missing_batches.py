@@ -41,7 +41,7 @@ def scheduler(link: Link, store: BatcherStore) -> Scheduler:
     scheduler = Scheduler(ModelSettings(), 2)
     kept = link.call("XADD", store.keys.batches, "*", "size", 1).decode()
     for batch_id in (DELETED, kept):
-        scheduler.adopt(batch_id, Dispatch([Run(Entry("1-1", 0), ["r"], [])], "idle", ""), 0)
+        scheduler.in_flight.adopt(batch_id, Dispatch([Run(Entry("1-1", 0), ["r"], [])], "idle", ""), 0)
     return scheduler
 
 
@@ -52,7 +52,7 @@ def test_long_batch_that_is_committed_is_settled_by_its_entry(
     missing = MissingBatches()
     missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US)
     missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US + SETTLED_UNREAD_US - 1)
-    scheduler.settle(DELETED, LONG_US - 1000, LONG_US)
+    scheduler.in_flight.settle(DELETED, LONG_US - 1000, LONG_US)
     assert scheduler.learned.latency.of(1) == LONG_US - 1000
 
 
@@ -60,8 +60,8 @@ def test_deleted_batch_is_forgotten_after_a_second(store: BatcherStore, schedule
     missing = MissingBatches()
     missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US)
     missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US + SETTLED_UNREAD_US)
-    assert DELETED not in scheduler.in_flight()
-    assert len(scheduler.in_flight()) == 1
+    assert DELETED not in scheduler.in_flight.batches
+    assert len(scheduler.in_flight.batches) == 1
     assert not scheduler.learned.latency.known
 
 
@@ -71,7 +71,7 @@ def test_batch_that_is_in_redis_again_is_not_missing(store: BatcherStore, schedu
     for batches_in_flight, after_us in ((1, 0), (2, 1), (1, 2)):
         now_us = LONG_US + after_us * SETTLED_UNREAD_US
         missing.forget(store, scheduler, batches_in_flight, NOTHING_READ, now_us)
-    assert DELETED in scheduler.in_flight()
+    assert DELETED in scheduler.in_flight.batches
 
 
 def test_batch_is_not_missing_as_long_as_its_settled_entry_may_be_unread(
@@ -83,6 +83,6 @@ def test_batch_is_not_missing_as_long_as_its_settled_entry_may_be_unread(
     missing = MissingBatches()
     missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US)
     missing.forget(store, scheduler, 1, NOTHING_READ, 2 * LONG_US)
-    assert DELETED in scheduler.in_flight()
+    assert DELETED in scheduler.in_flight.batches
     missing.forget(store, scheduler, 1, settled_id, 2 * LONG_US)
-    assert DELETED not in scheduler.in_flight()
+    assert DELETED not in scheduler.in_flight.batches

@@ -190,8 +190,8 @@ def put_back_bytes(waiting: Waiting, form: str, size: int, batch_size: int) -> i
         for batch in batches:
             assert batch is not None
             dispatched += batch.dispatch.size
-            scheduler.launch(batch.batch_id, batch.dispatch, 0)
-            scheduler.settle(batch.batch_id, 1000, 0)
+            scheduler.in_flight.launch(batch.batch_id, batch.dispatch, 0)
+            scheduler.in_flight.settle(batch.batch_id, 1000, 0)
         parts = [runs for put_back in changes.put_back for _, runs in put_back.parts]
         put_back_bytes += REQUEST_BYTES * sum(len(run) for runs in parts for run in runs)
     assert dispatched == size

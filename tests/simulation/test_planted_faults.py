@@ -12,10 +12,10 @@ from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.rows import Bodies
 from carpool.tickets import Tickets
-from carpool_batcher.core import scheduler
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.outcomes import BatchesInFlight
 from carpool_batcher.core.waiting import lane
 from carpool_batcher.core.waiting.batch_space import BatchSpace
 from carpool_batcher.core.waiting.fairness import FairQueue, Turns
@@ -139,8 +139,8 @@ def count_positions_by_run(patch: Patch) -> None:
         batch = original(*arguments)
         return batch._replace(expiring=dict(enumerate(batch.expiring.values())))
 
-    original = scheduler.Scheduler._take_into_flight
-    patch.setattr(scheduler.Scheduler, "_take_into_flight", in_flight)
+    original = BatchesInFlight._take
+    patch.setattr(BatchesInFlight, "_take", in_flight)
 
 
 @FAULTS.found(examples=98)

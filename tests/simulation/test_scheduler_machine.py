@@ -196,7 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if found:
             runs = [self._run(Entry("0-0", START_US), fields) for fields in found]
             self.in_flight["found"] = self._items_of(runs)
-            self.scheduler.adopt("found", Dispatch(runs, "idle", runs[0].lane), self.now_us - 1000)
+            self.scheduler.in_flight.adopt("found", Dispatch(runs, "idle", runs[0].lane), self.now_us - 1000)
 
     def _count_looks(self) -> None:
         """A poll ends."""
@@ -257,8 +257,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.turnaround_us_max = max(self.turnaround_us_max, self.now_us - START_US + 1000)
         self.polled, self.closed_until_us = False, 0
         curve = self.scheduler.learned.latency.curve
-        self.scheduler.settle(batch_id, compute_us, self.now_us, executed)
-        self.scheduler.settle(batch_id, compute_us, self.now_us, executed)  # twice has no further effect
+        self.scheduler.in_flight.settle(batch_id, compute_us, self.now_us, executed)
+        self.scheduler.in_flight.settle(batch_id, compute_us, self.now_us, executed)  # again: has no effect
         if not compute_us or executed == 0:
             assert self.scheduler.learned.latency.curve is curve, "only what was executed teaches"
 
@@ -275,7 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         batch_id = list(self.in_flight)[choice % len(self.in_flight)]
         self.answered.update(self.in_flight.pop(batch_id))
         self.polled, self.closed_until_us = False, 0
-        self.scheduler.forget_batch(batch_id, self.now_us)
+        self.scheduler.in_flight.forget(batch_id, self.now_us)
 
     @rule(processes=numbers_of_processes)
     def model_processes_change(self, processes: int) -> None:
@@ -395,23 +395,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_flight = [r for batch in self.in_flight.values() for r in batch]
         assert len(in_flight) == len(set(in_flight)) and not self.waiting.keys() & set(in_flight)
         assert not self.answered & self.waiting.keys()
-        assert list(self.scheduler.in_flight()) == list(self.in_flight)
+        assert list(self.scheduler.in_flight.batches) == list(self.in_flight)
 
     @invariant()
     def totals_of_the_queue_are_right(self) -> None:
-        waiting = self._items_of(run for lane in self.scheduler._queue.lanes.values() for run in lane)
+        waiting = self._items_of(run for lane in self.scheduler.queue.lanes.values() for run in lane)
         assert len(waiting) == len(self.waiting) and set(waiting) == self.waiting.keys()
-        assert self.scheduler.waiting == len(self.waiting)
-        assert self.scheduler.waiting_bytes == sum(r.bytes for r in self.waiting)
+        assert self.scheduler.queue.count == len(self.waiting)
+        assert self.scheduler.queue.bytes == sum(r.bytes for r in self.waiting)
         by_priority = [sum(r.priority == priority for r in self.waiting) for priority in range(10)]
-        assert self.scheduler._queue._count_by_priority == by_priority
-        for name, lane in self.scheduler._queue.lanes.items():
+        assert self.scheduler.queue._count_by_priority == by_priority
+        for name, lane in self.scheduler.queue.lanes.items():
             in_lane = self._in_lane(name)
             totals = len(in_lane), sum(r.cost for r in in_lane), sum(r.bytes for r in in_lane)
             assert (lane.count, lane.cost, lane.bytes) == totals
             assert lane.executable == len(self._planned(name))
         delayed = self._items_of(
-            run for lane in self.scheduler._queue.lanes.values() for run in lane if run.is_late
+            run for lane in self.scheduler.queue.lanes.values() for run in lane if run.is_late
         )
         assert self.delayed == set(delayed)
         oldest_us = min((self._oldest_us(lane) for lane in LANES if self._in_lane(lane)), default=None)
@@ -435,7 +435,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert len(self.scheduler._queue.lanes) <= 1 + len({r.lane for r in self.waiting})
+        assert len(self.scheduler.queue.lanes) <= 1 + len({r.lane for r in self.waiting})
         # Outdated timers and claims are dropped from time to time only.
         self.waiting_max = max(self.waiting_max, len(self.waiting) + len(self.in_flight))
         assert len(self.scheduler._deadlines._timers) <= 4 * self.waiting_max + 1001
@@ -616,7 +616,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The batcher learns that an entry is not in Redis any more."""
         self.table.pop(entry.id, None)
         self.scheduler.forget(entry.runs)
-        waiting = {run for lane in self.scheduler._queue.lanes.values() for run in lane}
+        waiting = {run for lane in self.scheduler.queue.lanes.values() for run in lane}
         assert waiting.isdisjoint(entry.runs)
         self._remove([r for r in self._items_of(entry.runs) if r in self.waiting])
         entry.runs = []
@@ -769,7 +769,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 runs += decision.runs
             elif isinstance(decision, Refusal) and decision.run is not None:
                 runs.append(decision.run)
-        runs += [run for lane in self.scheduler._queue.lanes.values() for run in lane]
+        runs += [run for lane in self.scheduler.queue.lanes.values() for run in lane]
         for request in self._items_of(runs):
             if request in delayed:
                 self.number += 1
@@ -1029,15 +1029,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for dispatch in dispatches:
             runs = [run for run in dispatch.runs if run in carried_out]
             if not runs:
-                self.scheduler.cancel()
+                self.scheduler.in_flight.cancel()
                 continue
             self.number += 1
             batch_id = f"batch {self.number}"
             self.in_flight[batch_id] = batch = self._items_of(runs)
             assert len({r.name for r in batch}) == len(batch)
             self.undated.update(self._items_of(dispatch.undated))
-            self.scheduler.launch(batch_id, dispatch._replace(runs=runs), self.now_us)
-            planned = self.scheduler.in_flight()[batch_id].executable
+            self.scheduler.in_flight.launch(batch_id, dispatch._replace(runs=runs), self.now_us)
+            planned = self.scheduler.in_flight.batches[batch_id].executable
             # All of them if no producer is remembered any more
             assert planned in (sum(not r.is_doubtful for r in batch), len(batch))
 

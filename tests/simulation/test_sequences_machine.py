@@ -259,7 +259,7 @@ class SequencesMachine(RuleBasedStateMachine):
         assert not self.harness.waiting
         assert not self.harness.store.kept
         assert not len(self.harness.scheduler.sequences)
-        assert self.harness.scheduler.waiting == self.harness.scheduler.waiting_bytes == 0
+        assert self.harness.scheduler.queue.count == self.harness.scheduler.queue.bytes == 0
         self.check_end()
 
     def check_end(self) -> None:
@@ -272,7 +272,7 @@ class SequencesMachine(RuleBasedStateMachine):
         if polls:
             for _ in range(2):
                 self.harness.poll(self.at)
-            assert self.harness.scheduler.waiting == len(self.harness.waiting)
+            assert self.harness.scheduler.queue.count == len(self.harness.waiting)
             self.check_that_nothing_is_forgotten()
             self.check_that_failures_break()
             self.check_space()

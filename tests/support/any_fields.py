@@ -95,8 +95,8 @@ class Batcher:
             self.scheduler.forget(runs)
 
     def settle(self) -> None:
-        for batch_id in list(self.scheduler.in_flight()):
-            self.scheduler.settle(batch_id, 1000, self.now_us)
+        for batch_id in list(self.scheduler.in_flight.batches):
+            self.scheduler.in_flight.settle(batch_id, 1000, self.now_us)
             del self.in_flight[batch_id]
 
     def pass_by(self, milliseconds: int) -> None:
@@ -115,7 +115,7 @@ class Batcher:
         expired = [one for one in decisions if isinstance(one, Expire)]
         for one in expired:
             self.answer_in_flight(one.batch_id, one.run)
-            self.scheduler.answered_in_flight([one.run])
+            self.scheduler.in_flight.answered([one.run])
         dispatches = [one for one in decisions if isinstance(one, Dispatch)]
         to_be_dispatched = [run for dispatch in dispatches for run in dispatch.runs]
         refusals = [one for one in decisions if isinstance(one, Refusal)]
@@ -123,18 +123,14 @@ class Batcher:
         self.dispatch(dispatches)
 
     def dispatch(self, decided: Sequence[Dispatch]) -> None:
-        dispatches, copies = self.scheduler.separate(decided)
-        for empty in [one for one in dispatches if not one.runs]:
-            self.scheduler.cancel(empty.process)
-        dispatches = [one for one in dispatches if one.runs]
-        runs = [run for dispatch in dispatches for run in dispatch.runs]
-        self.take_out(runs)
-        for dispatch in dispatches:
+        outcome = self.scheduler.outcome(decided, self.now_us)
+        self.take_out([run for dispatch in outcome.dispatches for run in dispatch.runs])
+        for dispatch in outcome.dispatches:
             batch_id = f"{next(self.numbers)}"
-            self.scheduler.launch(batch_id, dispatch, self.now_us)
+            outcome.launched(batch_id, dispatch)
             self.in_flight[batch_id] = [request for run in dispatch.runs for request in requests_of(run)]
             self.launched(batch_id, dispatch)
-        self.remove(self.checked(self.scheduler.take_duplicates(runs, copies, self.now_us)))
+        self.remove(self.checked(outcome.finish()))
 
     def launched(self, batch_id: str, dispatch: Dispatch) -> None:
         """This batch is in flight now."""
@@ -187,14 +183,14 @@ class Batcher:
         one only if no other copy waits. `others`: runs that are to be dispatched, and those that were
         answered in flight by the same turn."""
         known = {request for requests in self.in_flight.values() for request in requests}
-        known.update(request for run in self.scheduler._queue.runs() for request in requests_of(run))
+        known.update(request for run in self.scheduler.queue.runs() for request in requests_of(run))
         known.update(request for run in others for request in requests_of(run))
         answered = [(one.reply_to, name) for one in refusals if one.status for name in one.correlation_ids]
         silent = [(one.reply_to, name) for one in refusals if not one.status for name in one.correlation_ids]
         assert len(set(answered)) == len(answered)
         assert set(silent) <= known | set(answered)
         withdrawn = self.scheduler._withdrawals.arrived_later
-        waiting = {request for run in self.scheduler._queue.runs() for request in requests_of(run)}
+        waiting = {request for run in self.scheduler.queue.runs() for request in requests_of(run)}
         of_arrivals = {one for one in answered if one[1] not in withdrawn}
         assert not of_arrivals & waiting
 
@@ -204,18 +200,18 @@ class Batcher:
             self.settle()
             self.turn()
             wake_us = self.scheduler.wake_at_us()
-            if wake_us is None and not self.scheduler.in_flight():
+            if wake_us is None and not self.scheduler.in_flight.batches:
                 break
             if wake_us is not None:
                 self.now_us = max(self.now_us, wake_us)
-        queue = self.scheduler._queue
-        assert not self.scheduler.in_flight() and not self.in_flight
-        assert (self.scheduler.waiting, self.scheduler.waiting_bytes) == (0, 0)
+        queue = self.scheduler.queue
+        assert not self.scheduler.in_flight.batches and not self.in_flight
+        assert (self.scheduler.queue.count, self.scheduler.queue.bytes) == (0, 0)
         assert list(queue.runs()) == [] and not any(queue._count_by_priority)
         assert list(queue.lanes) == [""] and not queue.ids.repeated and not any(queue.ids._ids.values())
         assert (queue.delayed.requests, queue.delayed.bytes) == (0, 0)
         assert not any(queue.delayed._by_priority)
-        bodies, ids = queue.bodies, self.scheduler._ids_in_flight
+        bodies, ids = queue.bodies, self.scheduler.in_flight.ids
         assert not (bodies.waiting or bodies._in_flight or bodies._by_batch)
         assert not (ids._named or ids._indexed or ids._batches)
         assert not self.stream and not self.table

@@ -47,7 +47,7 @@ class BatcherLoop:
     def waiting(self, model: str = "m") -> int:
         """How many requests of a model the batcher knows to wait."""
         session = self.session(model)
-        return 0 if session is None else session.scheduler.waiting
+        return 0 if session is None else session.scheduler.queue.count
 
     def close(self) -> None:
         self.service.stop()

@@ -123,7 +123,7 @@ class BoundHarness(SequenceHarness):
             self.kept_by[part.sequence_id] = self.served_by[self.name_of(run)] = name
             outcome = SequenceChange(part, correlation_id, "ended" if part.ends else "kept", name)
             self.store.change(outcome, now_us)
-        self.scheduler.settle(batch_id, 0, now_us, broken=broken)
+        self.scheduler.in_flight.settle(batch_id, 0, now_us, broken=broken)
 
     def _has_failed(self, run: Run) -> bool:
         return self.name_of(run) in self.failed
@@ -149,7 +149,7 @@ class BoundHarness(SequenceHarness):
     def adopt(self, at: float) -> None:
         for batch_id, runs in self.in_flight.items():
             dispatch = Dispatch(runs, "idle", "", process=self.process_of[batch_id])
-            self.scheduler.adopt(batch_id, dispatch, int(at * MS))
+            self.scheduler.in_flight.adopt(batch_id, dispatch, int(at * MS))
 
 
 def part_of(run: Run) -> SequencePart:

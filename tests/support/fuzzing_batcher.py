@@ -96,7 +96,7 @@ def _calls_of(act: Callable[[], object]) -> int:
 def _assert_bounded(batcher: Batcher) -> None:
     """What a batcher remembers is bounded by what waits, what is in flight, and its settings."""
     scheduler, sequences = batcher.scheduler, batcher.scheduler.sequences
-    served = scheduler.waiting + len(scheduler.in_flight())
+    served = scheduler.queue.count + len(scheduler.in_flight.batches)
     assert len(scheduler._deadlines._timers) <= 4 * served + 1001
     begun_max = max(batcher.settings.max_candidate_sequences, BROKEN_MIN)
     assert len(sequences) <= served + 2 * begun_max

@@ -34,6 +34,7 @@ from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
+from carpool_batcher.core.outcomes import DispatchOutcome
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from support.any_fields import START_MS, Batcher, as_flat
 from support.scheduler_harness import MS
@@ -303,7 +304,7 @@ class Recorded(Batcher):
         end_us = max(at_us for at_us, *_ in self._events) + PAUSE_US
         while self._step(end_us):
             self.turn()
-        assert not self.scheduler.waiting and not self.scheduler.in_flight()
+        assert not self.scheduler.queue.count and not self.scheduler.in_flight.batches
         return self.lines
 
     def _at(self, at_us: int, act: Callable[[], None]) -> None:
@@ -358,19 +359,19 @@ class Recorded(Batcher):
         ]
 
         def settle() -> None:
-            if batch_id in self.in_flight and batch_id in self.scheduler.in_flight():
+            if batch_id in self.in_flight and batch_id in self.scheduler.in_flight.batches:
                 del self.in_flight[batch_id]
-                self.scheduler.settle(
+                self.scheduler.in_flight.settle(
                     batch_id, compute_us if executed else 0, settled_us, executed, waited_us, broken, failing
                 )
 
         self._at(settled_us - START_US + TRANSIT_US, settle)
 
     def _lose(self, batch_id: str) -> None:
-        if batch_id in self.in_flight and batch_id in self.scheduler.in_flight():
+        if batch_id in self.in_flight and batch_id in self.scheduler.in_flight.batches:
             del self.in_flight[batch_id]
             self._note(f"lost {batch_id}")
-            self.scheduler.forget_batch(batch_id, self.now_us)
+            self.scheduler.in_flight.forget(batch_id, self.now_us)
 
     def checked(self, refusals: Sequence[Refusal], *others: Run) -> Sequence[Refusal]:
         return refusals  # that is for other tests
@@ -405,8 +406,11 @@ class Noting(Scheduler):
     def offer(self, run: Run, now_us: int) -> list[Refusal]:
         return self._all(super().offer(run, now_us))
 
-    def take_duplicates(self, dispatched: Sequence[Run], copies: Sequence[Run], now_us: int) -> list[Refusal]:
-        return self._all(super().take_duplicates(dispatched, copies, now_us))
+    def outcome(self, dispatches: Sequence[Dispatch], decided_us: int) -> DispatchOutcome:
+        outcome = super().outcome(dispatches, decided_us)
+        finish = outcome.finish
+        outcome.finish = lambda: self._all(finish())  # type: ignore[method-assign]
+        return outcome
 
     def end_sequences(self, sequence_ids: Any, place: str) -> list[Refusal]:
         return self._all(super().end_sequences(sequence_ids, place))

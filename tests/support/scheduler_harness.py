@@ -44,7 +44,7 @@ class SchedulerHarness:
         done: list[str] = []
         for decision in self.scheduler.poll(int(at * MS)):
             if isinstance(decision, Dispatch):
-                self.scheduler.launch(str(next(self._batch_ids)), decision, int(at * MS))
+                self.scheduler.in_flight.launch(str(next(self._batch_ids)), decision, int(at * MS))
                 done.append(f"{decision.reason}: {names_of(decision.runs)}")
                 for one in decision.runs:
                     one.entry.runs.remove(one)
@@ -66,7 +66,7 @@ class SchedulerHarness:
 
     def settle(self, batch: int, at: float = 0) -> None:
         """Settle a batch of which no request was executed, so that no execution time is learned."""
-        self.scheduler.settle(str(batch), 0, int(at * MS))
+        self.scheduler.in_flight.settle(str(batch), 0, int(at * MS))
 
     def wake_at_ms(self) -> float | None:
         wake_us = self.scheduler.wake_at_us()
@@ -84,8 +84,10 @@ class SchedulerHarness:
         for number, size in enumerate((1, 11, 1, 11)):
             execution_us, settled_us = int((intercept + slope * size) * MS), int(until * MS)
             dispatch = Dispatch([run("x " * size, lane=lane)], "idle", lane)
-            self.scheduler.adopt(f"earlier {number}", dispatch, dispatched_us=settled_us - execution_us)
-            self.scheduler.settle(f"earlier {number}", execution_us, settled_us)
+            self.scheduler.in_flight.adopt(
+                f"earlier {number}", dispatch, dispatched_us=settled_us - execution_us
+            )
+            self.scheduler.in_flight.settle(f"earlier {number}", execution_us, settled_us)
         return self
 
 

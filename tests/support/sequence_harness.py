@@ -161,7 +161,7 @@ class SequenceHarness:
         for decision in self._in_the_order_of_the_batcher(self.scheduler.poll(now_us)):
             if isinstance(decision, Dispatch):
                 batch_id = str(next(self._numbers))
-                self.scheduler.launch(batch_id, decision, now_us)
+                self.scheduler.in_flight.launch(batch_id, decision, now_us)
                 self.in_flight[batch_id] = decision.runs
                 self.dispatched(batch_id, decision)
                 batches.append(sorted(self._names(decision.runs)))
@@ -211,7 +211,7 @@ class SequenceHarness:
         assert run.sequence is not None
         self.store.change(SequenceChange(run.sequence, run.correlation_ids[0], "broken", "late"), now_us)
         self.failed.add(self.name_of(run))
-        self.scheduler.answered_in_flight([run])
+        self.scheduler.in_flight.answered([run])
 
     # --- workers -------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class SequenceHarness:
                 before = () if part.starts or stored is None else stored.served
                 self.ok[self.name_of(run)] = (*before, name)
                 self.store.change(SequenceChange(part, name, outcome), now_us)
-        self.scheduler.settle(batch_id, 0, now_us, broken=broken)
+        self.scheduler.in_flight.settle(batch_id, 0, now_us, broken=broken)
 
     def _has_state(self, part: SequencePart) -> bool:
         stored = self.store.kept.get(part.sequence_id)
@@ -250,7 +250,7 @@ class SequenceHarness:
     def lose_batch(self, batch_id: str, at: float = 0) -> None:
         """A batch in flight is deleted by hand."""
         self.failed.update(map(self.name_of, self.in_flight.pop(batch_id)))
-        self.scheduler.forget_batch(batch_id, int(at * MS))
+        self.scheduler.in_flight.forget(batch_id, int(at * MS))
 
     def run(self, at: float = 0) -> list[list[str]]:
         """Poll and settle until nothing more is dispatched. Returns all batches."""
@@ -269,7 +269,7 @@ class SequenceHarness:
     def adopt(self, at: float) -> None:
         """The scheduler learns what is in flight."""
         for batch_id, runs in self.in_flight.items():
-            self.scheduler.adopt(batch_id, Dispatch(runs, "idle", ""), int(at * MS))
+            self.scheduler.in_flight.adopt(batch_id, Dispatch(runs, "idle", ""), int(at * MS))
 
     def take_over(
         self,

@@ -228,7 +228,7 @@ def test_a_start_that_a_process_did_not_get_before_it_was_gone_goes_to_another()
     assert harness.poll() == [["b0"]]
     harness.settle()
     assert slots(harness) == {"q": ["b"]}
-    assert harness.scheduler.waiting == 0
+    assert harness.scheduler.queue.count == 0
 
 
 def test_a_sequence_whose_process_is_gone_begins_anew_after_its_last_answer() -> None:
@@ -376,7 +376,7 @@ def test_a_dispatch_that_was_not_carried_out_leaves_its_process_idle() -> None:
     (dispatch,) = scheduler.poll(0)
     assert isinstance(dispatch, Dispatch) and dispatch.process == "p"
     scheduler.forget(dispatch.runs)
-    scheduler.cancel(dispatch.process)
+    scheduler.in_flight.cancel(dispatch.process)
     del harness.waiting["a0"]
     harness.send("b0", start=True)
     assert harness.run() == [["b0"]]

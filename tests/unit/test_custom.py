@@ -72,7 +72,7 @@ def test_request_that_is_not_included_closes_the_batch() -> None:
     policy = Recorder(10)
     scheduler = scheduler_with(policy, 4, 4, 4, 1)
     assert outcomes(scheduler.poll(0)) == [("dispatch", "ab")]
-    scheduler.cancel()
+    scheduler.in_flight.cancel()
     assert outcomes(scheduler.poll(0)) == [("dispatch", "cd")]
     assert policy.finalised == [["a", "b"], ["c", "d"]]
 
@@ -88,7 +88,7 @@ def test_limits_of_the_settings_apply_as_well() -> None:
 def test_request_for_which_include_raises_fails_alone() -> None:
     scheduler = scheduler_with(Recorder(10, "b"), 1, 1, 1)
     assert outcomes(scheduler.poll(0)) == [("refuse", "b"), ("dispatch", "ac")]
-    assert scheduler.waiting == 0
+    assert scheduler.queue.count == 0
 
 
 @pytest.mark.parametrize("hook", ["initialise", "finalise"])
@@ -96,7 +96,7 @@ def test_all_requests_of_a_batch_fail_if_another_hook_raises(hook: str) -> None:
     scheduler = scheduler_with(Recorder(2, hook), 1, 1, 1)
     first = outcomes(scheduler.poll(0))
     assert first[:2] == [("refuse", "a"), ("refuse", "b")]
-    assert scheduler.waiting == 0
+    assert scheduler.queue.count == 0
     assert scheduler.wake_at_us() is None
 
 
@@ -105,7 +105,7 @@ def test_policy_sees_single_requests_of_a_run() -> None:
     scheduler = scheduler_with(policy)
     assert scheduler.offer(run("a b c d e"), 0) == []
     assert outcomes(scheduler.poll(0)) == [("dispatch", "ab")]
-    scheduler.cancel()
+    scheduler.in_flight.cancel()
     # Given that the policy raises for a request in the middle of a run, the others are dispatched without it
     assert outcomes(scheduler.poll(0)) == [("refuse", "d"), ("dispatch", "ce")]
     assert policy.finalised == [["a", "b"], ["c", "e"]]

@@ -193,7 +193,7 @@ def test_settled_request_does_not_expire() -> None:
 def test_requests_of_an_adopted_batch_expire() -> None:
     harness = SchedulerHarness()
     in_flight = [run("a"), run("b", expiration=20), run("c", expiration=-5)]
-    harness.scheduler.adopt("found", Dispatch(in_flight, "idle", ""), dispatched_us=-10 * MS)
+    harness.scheduler.in_flight.adopt("found", Dispatch(in_flight, "idle", ""), dispatched_us=-10 * MS)
     assert harness.poll(0) == ["expired: c"]
     assert harness.wake_at_ms() == 20
     assert harness.poll(20) == ["expired: b"]

@@ -60,11 +60,11 @@ def test_delayed_requests_count_against_the_limits() -> None:
     harness = SchedulerHarness(max_queue_size=4)
     assert harness.offer_runs([delayed("a b", 50)], at=0) == []
     assert [one.correlation_ids for one in harness.offer("c d e")] == [["e"]]
-    assert harness.scheduler.waiting == 4
+    assert harness.scheduler.queue.count == 4
     assert harness.poll(0) == ["idle: c d"]
     harness.settle(1)
     assert harness.poll(50) == ["idle: a b"]
-    assert (harness.scheduler.waiting, harness.scheduler.waiting_bytes) == (0, 0)
+    assert (harness.scheduler.queue.count, harness.scheduler.queue.bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,10 @@ def test_copy_of_a_delayed_request_waits_no_longer_than_the_first() -> None:
     assert refused.status == UNANSWERED
     (decision,) = harness.scheduler.poll(50_000)
     assert isinstance(decision, Dispatch)
-    harness.scheduler.launch("1", decision, 50_000)
-    (copy,) = harness.scheduler.take_duplicates(decision.runs, (), 50_000)
-    assert copy.status == UNANSWERED and harness.scheduler.waiting == 0
+    outcome = harness.scheduler.outcome([decision], 50_000)
+    outcome.launched("1", decision)
+    (copy,) = outcome.finish()
+    assert copy.status == UNANSWERED and harness.scheduler.queue.count == 0
 
 
 def test_request_that_expires_before_its_time_is_served_behind_all_others() -> None:
@@ -141,12 +142,12 @@ def test_delayed_request_can_be_withdrawn_or_removed() -> None:
     harness.offer_runs([one, other], at=0)
     (refused,) = harness.withdraw("b")
     assert (refused.status, refused.correlation_ids) == ("CANCELLED", ["b"])
-    assert harness.scheduler.waiting == 3
+    assert harness.scheduler.queue.count == 3
     harness.scheduler.forget([other])
-    assert harness.scheduler.waiting == 2
+    assert harness.scheduler.queue.count == 2
     assert harness.poll(50) == ["idle: a c"]
     assert harness.poll(60) == []
-    assert harness.scheduler.waiting == 0
+    assert harness.scheduler.queue.count == 0
 
 
 def test_delayed_request_expires_after_its_time() -> None:
@@ -176,7 +177,7 @@ def test_many_that_are_withdrawn_are_not_kept() -> None:
     for number in range(1000):
         harness.offer_runs([delayed(f"r{number}", 50)], at=0)
         harness.withdraw(f"r{number}")
-    assert len(harness.scheduler._queue.delayed._heap) < 100
+    assert len(harness.scheduler.queue.delayed._heap) < 100
     assert harness.poll(50) == []
 
 
@@ -206,7 +207,7 @@ class Requests:
             del self.due[name]
 
     def settle(self) -> None:
-        for batch in list(self.harness.scheduler.in_flight()):
+        for batch in list(self.harness.scheduler.in_flight.batches):
             self.harness.settle(int(batch), at=self.now)
 
     def time_passes(self, passes_ms: int) -> None:
@@ -217,8 +218,8 @@ class Requests:
         self._withdrawn(scheduler.carry_out_withdrawals(self.now * MS).refusals)
         for name in [name for line in self.harness.poll(self.now) for name in line.split(" ")[1:]]:
             assert self.due.pop(name) <= self.now
-        assert scheduler.waiting == scheduler.waiting_bytes == len(self.due)
-        assert scheduler._queue.undelayed == sum(at <= self.now for at in self.due.values())
+        assert scheduler.queue.count == scheduler.queue.bytes == len(self.due)
+        assert scheduler.queue.undelayed == sum(at <= self.now for at in self.due.values())
 
 
 steps = st.one_of(

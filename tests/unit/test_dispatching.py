@@ -77,7 +77,7 @@ def test_fields_for_the_model_count_as_bytes() -> None:
     assert harness.offer("a b c", extra=extra) == []
     assert [one.correlation_ids for one in harness.offer("d", extra=extra)] == [["d"]]
     assert harness.poll() == ["full: a", "full: b", "idle: c"]
-    assert harness.scheduler.waiting_bytes == 0
+    assert harness.scheduler.queue.bytes == 0
 
 
 def test_largest_preferred_size_that_can_be_filled_is_dispatched() -> None:
@@ -285,7 +285,7 @@ def test_requests_that_expired_are_served_singly_too_and_have_no_deadline_in_fli
     assert harness.poll(2) == []
     harness.scheduler.model_processes = 1
     assert harness.poll(3) == ["full: a", "full: b"]
-    assert not any(batch.expiring for batch in harness.scheduler.in_flight().values())
+    assert not any(batch.expiring for batch in harness.scheduler.in_flight.batches.values())
 
 
 ENTRIES: Final = st.lists(
@@ -318,7 +318,7 @@ def test_requests_of_a_run_are_dispatched_as_if_each_were_a_run(
         assert together.poll(9) == singly.poll(9)
         for harness in (together, singly):
             harness.settle(settled, 9)
-    assert not together.scheduler.waiting
+    assert not together.scheduler.queue.count
 
 
 # --- when to look for requests -----------------------------------------------------------------------------

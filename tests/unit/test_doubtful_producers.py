@@ -80,7 +80,7 @@ def flooded_harness(**settings: Any) -> SchedulerHarness:
     for number in range(BATCHES_UNTIL_DOUBTFUL):
         harness.offer(f"f{number}", reply_to="flood")
         harness.poll()
-        harness.scheduler.settle(str(number + 1), 0, 0, 0, 0, (), [ExecutedOf(FLOOD, 1, 0)])
+        harness.scheduler.in_flight.settle(str(number + 1), 0, 0, 0, 0, (), [ExecutedOf(FLOOD, 1, 0)])
     return harness
 
 
@@ -89,7 +89,7 @@ def test_no_time_is_planned_for_doubtful_requests() -> None:
     harness.offer(" ".join(f"f{number}" for number in range(30)), reply_to="flood")
     harness.offer("a b", expiration=13)  # 10 + 2 ms suffice for two requests, and not for 32
     assert [decision.split()[0] for decision in harness.poll()] == ["deadline:"]
-    (batch,) = harness.scheduler.in_flight().values()
+    (batch,) = harness.scheduler.in_flight.batches.values()
     assert (batch.size, batch.executable) == (32, 2)
     assert harness.scheduler.capacity.free_at_us(0) == 12 * MS
 
@@ -132,10 +132,10 @@ def test_requests_of_a_producer_that_was_doubtful_are_planned_for_again() -> Non
     harness = flooded_harness(max_batch_size=100, policy="deferred")
     harness.offer("f1 f2", reply_to="flood")
     harness.poll()
-    harness.scheduler.settle(str(1 + BATCHES_UNTIL_DOUBTFUL), 12 * MS, 12 * MS, 2)
+    harness.scheduler.in_flight.settle(str(1 + BATCHES_UNTIL_DOUBTFUL), 12 * MS, 12 * MS, 2)
     harness.offer("f3 f4", at=12, reply_to="flood")
     harness.poll(12)
-    (batch,) = harness.scheduler.in_flight().values()
+    (batch,) = harness.scheduler.in_flight.batches.values()
     assert batch.executable == 2
 
 
@@ -147,7 +147,7 @@ def test_what_a_batch_shows_of_its_other_requests_is_kept_apart_from_doubtful_on
         harness.poll()
         batch = str(1 + BATCHES_UNTIL_DOUBTFUL + number)
         told = [ExecutedOf(FLOOD, 1 + number % 30, 0)]
-        harness.scheduler.settle(batch, 12 * MS, 0, 2, 0, (), told)
+        harness.scheduler.in_flight.settle(batch, 12 * MS, 0, 2, 0, (), told)
     assert harness.scheduler.learned.times_of("") is harness.scheduler.learned.latency  # no share is known
 
 
@@ -164,10 +164,10 @@ def test_a_batch_that_settled_before_teaches_nothing_again() -> None:
     harness.offer("f", reply_to="flood")
     harness.poll()
     for _ in range(BATCHES_UNTIL_DOUBTFUL):
-        harness.scheduler.settle("1", 0, 0, 0, 0, (), NONE_EXECUTED)
+        harness.scheduler.in_flight.settle("1", 0, 0, 0, 0, (), NONE_EXECUTED)
     harness.offer("g", reply_to="flood")
     harness.poll()
-    (batch,) = harness.scheduler.in_flight().values()
+    (batch,) = harness.scheduler.in_flight.batches.values()
     assert batch.executable == 1
 
 

@@ -61,7 +61,7 @@ def test_repeats_within_a_run_do_not_wait() -> None:
     one = run("a b a a", 0, "1-0")
     (refused,) = harness.offer_runs([one], 0)
     assert (refused.status, refused.correlation_ids) == (UNANSWERED, ["a", "a"])
-    assert (one.correlation_ids, harness.scheduler.waiting) == (["a", "b"], 2)
+    assert (one.correlation_ids, harness.scheduler.queue.count) == (["a", "b"], 2)
 
 
 # --- a copy is not answered while the first waits ----------------------------------------------------------
@@ -82,7 +82,7 @@ def test_copy_that_does_not_fit_is_removed_without_an_answer(limit: Any) -> None
     assert statuses(harness.offer("b")) == ["removed b"]
     assert statuses(harness.offer("c a")) == ["removed a", "RESOURCE_EXHAUSTED c"]
     assert statuses(harness.offer("a", reply_to="me")) == ["RESOURCE_EXHAUSTED a"]  # another request
-    assert harness.scheduler.waiting == 2
+    assert harness.scheduler.queue.count == 2
 
 
 def test_copies_give_their_places_to_other_requests() -> None:
@@ -114,11 +114,11 @@ def test_copy_of_a_request_in_flight_is_not_refused() -> None:
     assert statuses(harness.offer("c q")) == ["removed c", "RESOURCE_EXHAUSTED q"]
     harness.settle(1)
     assert statuses(harness.offer("a")) == ["RESOURCE_EXHAUSTED a"]
-    scheduler.answered_in_flight([run("c")])  # it expired, and its producer knows
+    scheduler.in_flight.answered([run("c")])  # it expired, and its producer knows
     assert statuses(harness.offer("c")) == ["RESOURCE_EXHAUSTED c"]
     assert statuses(harness.offer("d")) == ["removed d"]
     harness.settle(2)
-    assert not scheduler._ids_in_flight._batches and not scheduler._ids_in_flight._indexed
+    assert not scheduler.in_flight.ids._batches and not scheduler.in_flight.ids._indexed
 
 
 def malformed(name: str, reply_to: str | None = None, **fields: Any) -> Refusal:
@@ -157,7 +157,7 @@ def test_copies_that_are_withdrawn_get_one_answer() -> None:
         harness.offer(names)
     harness.offer("a", reply_to="me")
     assert statuses(harness.withdraw("a b")) == ["CANCELLED a b", "removed b a", "CANCELLED a"]
-    assert harness.scheduler.waiting == 0
+    assert harness.scheduler.queue.count == 0
 
 
 def test_only_the_last_of_the_copies_expires_with_an_answer() -> None:
@@ -166,7 +166,7 @@ def test_only_the_last_of_the_copies_expires_with_an_answer() -> None:
         harness.offer("a b", expiration=expiration)
     assert harness.poll(10) == [": a b"]
     assert sorted(harness.poll(20)) == [": a b", "DEADLINE_EXCEEDED: a b"]
-    assert not harness.scheduler._queue.ids.repeated
+    assert not harness.scheduler.queue.ids.repeated
 
 
 def test_copy_does_not_expire_while_the_first_is_in_flight() -> None:
@@ -196,11 +196,12 @@ def test_many_copies_of_one_request_are_removed_in_linear_time() -> None:
         one.correlation_ids = [Name("a")]
     harness.offer_runs(waiting, 0)
     decisions = [one for one in harness.scheduler.poll(0) if isinstance(one, Dispatch)]
-    dispatches, copies = harness.scheduler.separate(decisions)
-    dispatched = [one for dispatch in dispatches for one in dispatch.runs]
-    assert len(dispatched) == 1
-    refusals = harness.scheduler.take_duplicates(dispatched, copies, 0)
-    assert len(refusals) == 1999 and harness.scheduler.waiting == 0
+    outcome = harness.scheduler.outcome(decisions, 0)
+    (dispatch,) = outcome.dispatches
+    assert len(dispatch.runs) == 1
+    outcome.launched("1", dispatch)
+    refusals = outcome.finish()
+    assert len(refusals) == 1999 and harness.scheduler.queue.count == 0
     assert looks < 20 * 2000
 
 
@@ -226,20 +227,20 @@ def test_body_is_in_use_until_the_last_request_with_it_is_settled() -> None:
     (dispatch,) = scheduler.poll(6)
     assert isinstance(dispatch, Dispatch)
     assert scheduler.is_body_in_use("x")  # it is dispatched after what is refused in this turn
-    scheduler.launch("1", dispatch, 6)
+    scheduler.in_flight.launch("1", dispatch, 6)
     scheduler.poll(7)
     assert scheduler.is_body_in_use("x")
     harness.settle(1)
     assert not scheduler.is_body_in_use("x")
-    bodies = scheduler._queue.bodies
+    bodies = scheduler.queue.bodies
     assert not (bodies.waiting or bodies._popped or bodies._in_flight or bodies._by_batch)
 
 
 def test_next_batcher_knows_bodies_in_flight() -> None:
     harness = SchedulerHarness()
-    harness.scheduler.adopt("1", Dispatch([stored("a", "x")], "idle", ""), 0)
+    harness.scheduler.in_flight.adopt("1", Dispatch([stored("a", "x")], "idle", ""), 0)
     assert harness.scheduler.is_body_in_use("x")
-    harness.scheduler.forget_batch("1", 0)
+    harness.scheduler.in_flight.forget("1", 0)
     assert not harness.scheduler.is_body_in_use("x")
 
 
@@ -258,16 +259,20 @@ def test_dispatches_are_separated_by_address() -> None:
 
 
 def test_duplicates_are_taken_after_the_dispatch_of_the_first() -> None:
-    harness = SchedulerHarness(processes=0)
+    harness = SchedulerHarness()
     scheduler = harness.scheduler
     first = run("a b", 0, "1-0", reply_to="me")
-    again, other = run("b a x", 0, "2-0", reply_to="me"), run("a", 0, "3-0", reply_to="you")
+    again = run("b a x", 0, "2-0", reply_to="me", lane="later")
+    other = run("a", 0, "3-0", reply_to="you", lane="later")
     harness.offer_runs([first, again, other], 0)
-    scheduler.forget([first])  # as if it had been dispatched
-    refusals = scheduler.take_duplicates([first], (), 0)
+    (dispatch,) = (decision for decision in scheduler.poll(0) if isinstance(decision, Dispatch))
+    assert dispatch.runs == [first]
+    outcome = scheduler.outcome([dispatch], 0)
+    outcome.launched("1", dispatch)
+    refusals = outcome.finish()
     assert sorted(name for refused in refusals for name in refused.correlation_ids) == ["a", "b"]
     assert {refused.status for refused in refusals} == {UNANSWERED}
-    assert (again.correlation_ids, other.correlation_ids, scheduler.waiting) == (["x"], ["a"], 2)
+    assert (again.correlation_ids, other.correlation_ids, scheduler.queue.count) == (["x"], ["a"], 2)
 
 
 def test_copy_waits_again_if_the_first_was_gone() -> None:
@@ -276,7 +281,9 @@ def test_copy_waits_again_if_the_first_was_gone() -> None:
     harness.offer("a")
     harness.offer("a")
     (dispatch,) = (decision for decision in scheduler.poll(0) if isinstance(decision, Dispatch))
-    (dispatch,), copies = scheduler.separate([dispatch])
-    assert dispatch.size == 1 and len(copies) == 1
-    assert scheduler.take_duplicates((), copies, 0) == []  # Redis had none of what was dispatched
-    assert scheduler.waiting == 1
+    outcome = scheduler.outcome([dispatch], 0)
+    (dispatch,) = outcome.dispatches
+    assert dispatch.size == 1 and scheduler.queue.count == 0
+    outcome.gone(dispatch)  # Redis had none of what was dispatched
+    assert outcome.finish() == []
+    assert scheduler.queue.count == 1

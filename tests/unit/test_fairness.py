@@ -354,9 +354,9 @@ def test_full_batches_overtake_a_lane_that_comes_first_only_once_for_each_proces
     done = harness.poll()
     harness.offer("v", at=1, lane="v", tenant="v", priority=9)
     for at in range(14, 14 * 20, 14):
-        batch_id, batch = next(iter(harness.scheduler.in_flight().items()))
+        batch_id, batch = next(iter(harness.scheduler.in_flight.batches.items()))
         waited_us = max(0, at * 1000 - batch.dispatched_us - 14_000)
-        harness.scheduler.settle(batch_id, 14_000, at * 1000, waited_us=waited_us)
+        harness.scheduler.in_flight.settle(batch_id, 14_000, at * 1000, waited_us=waited_us)
         for later in (0, 5, 10, 13.9):
             done += harness.poll(at + later)
         if "v" in done[-1] or "idle: v" in done:
@@ -371,9 +371,9 @@ def test_long_row_of_new_tenants_and_lanes_leaves_nothing_behind() -> None:
         served.offer(f"n{at}", tenant=f"t{at}", lane=f"l{at}")
         if at % 3:
             served.serve()
-    while served.harness.scheduler.waiting:
+    while served.harness.scheduler.queue.count:
         served.serve()
-    queue, index = served.harness.scheduler._queue, served.harness.scheduler._dispatcher._index
+    queue, index = served.harness.scheduler.queue, served.harness.scheduler._dispatcher._index
     assert list(queue.lanes) == [""]
     assert all(len(turns.of) <= 1 and not turns.queues and not turns._idle for turns in queue.turns.values())
     assert index.first(list(Gate), 0) is None and not index._entries
@@ -411,8 +411,8 @@ def lines_of_events(waiting: int, tenants: int, lanes: int, policy: str, *, is_l
         for number in range(first, first + 30):
             offer(number)
             harness.poll(1 + number / 1000)
-            for batch_id in list(harness.scheduler.in_flight()):
-                harness.scheduler.settle(batch_id, 5000, 6000)
+            for batch_id in list(harness.scheduler.in_flight.batches):
+                harness.scheduler.in_flight.settle(batch_id, 5000, 6000)
             harness.scheduler.wake_at_us()
             harness.scheduler.oldest_arrival_us()
 

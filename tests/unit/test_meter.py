@@ -169,14 +169,14 @@ def test_report_holds_gauges_and_the_learned_latency() -> None:
     scheduler = Scheduler(ModelSettings(max_batch_size=10), model_processes=3)
     assert scheduler.offer(run(2, arrival_us=SECOND_US), SECOND_US) == []
     for batch_id, size in (("1-1", 4), ("1-2", 8)):
-        scheduler.adopt(batch_id, Dispatch([run(size)], "idle", ""), 0)
-    scheduler.set_withheld(7)
-    assert gauges(scheduler, 3 * SECOND_US) == Gauges(2, scheduler.waiting_bytes, 2.0, 2, 12, 3, 7)
+        scheduler.in_flight.adopt(batch_id, Dispatch([run(size)], "idle", ""), 0)
+    scheduler.queue.withheld = 7
+    assert gauges(scheduler, 3 * SECOND_US) == Gauges(2, scheduler.queue.bytes, 2.0, 2, 12, 3, 7)
 
-    assert scheduler.in_flight()["1-1"].arrivals == [(0, 4)]
-    scheduler.settle("1-1", 8_000, 9_000)
+    assert scheduler.in_flight.batches["1-1"].arrivals == [(0, 4)]
+    scheduler.in_flight.settle("1-1", 8_000, 9_000)
     meter = Meter(BatcherMetrics(), "square")
     assert meter.report("me", scheduler, 0).learned == ((4, 8_000),)
-    scheduler.adopt("1-3", Dispatch([run(8)], "idle", ""), 0)
-    scheduler.settle("1-3", 12_000, 13_000)
+    scheduler.in_flight.adopt("1-3", Dispatch([run(8)], "idle", ""), 0)
+    scheduler.in_flight.settle("1-3", 12_000, 13_000)
     assert meter.report("me", scheduler, 0).learned == ((4, 8_000), (8, 12_000))

@@ -30,7 +30,7 @@ def test_newest_request_is_refused_when_the_queue_is_full() -> None:
 def test_queue_is_full_by_bytes() -> None:
     harness = SchedulerHarness(processes=0, max_queue_bytes=10)
     assert harness.offer("a b", body=b"12345") == []
-    assert harness.scheduler.waiting_bytes == 10
+    assert harness.scheduler.queue.bytes == 10
     (refusal,) = harness.offer("c", body=b"1")
     assert refusal.status == "RESOURCE_EXHAUSTED"
     assert (
@@ -66,7 +66,7 @@ def test_part_of_a_run_that_fits_is_admitted() -> None:
     assert mixed.correlation_ids == ["a", "c", "d"]
     # What was refused stays in the entry until a script has refused it.
     assert mixed.entry.runs == [by_count.run, by_bytes.run, mixed]
-    assert (harness.scheduler.waiting, harness.scheduler.waiting_bytes) == (3, 10)
+    assert (harness.scheduler.queue.count, harness.scheduler.queue.bytes) == (3, 10)
 
 
 def test_part_of_the_rows_that_fits_is_admitted() -> None:
@@ -74,7 +74,7 @@ def test_part_of_the_rows_that_fits_is_admitted() -> None:
     rows = run("a b c d", body=b"123", rows=True)
     (refusal,) = harness.offer_runs([rows], at=0)
     assert (refusal.correlation_ids, rows.correlation_ids) == (["d"], ["a", "b", "c"])
-    assert harness.scheduler.waiting_bytes == 9
+    assert harness.scheduler.queue.bytes == 9
     assert isinstance(rows.bodies, Rows) and bytes(rows.bodies.data) == b"123" * 3
 
 
@@ -83,20 +83,20 @@ def test_requests_in_the_middle_of_a_run_are_withdrawn() -> None:
     harness.offer("a b c d e", expiration=10)
     (refusal,) = harness.withdraw("b d x")
     assert refusal.correlation_ids == ["b", "d"]
-    assert (harness.scheduler.waiting, harness.scheduler.waiting_bytes) == (3, 3)
+    assert (harness.scheduler.queue.count, harness.scheduler.queue.bytes) == (3, 3)
     assert harness.poll(10) == ["DEADLINE_EXCEEDED: a c e"]
 
 
 def test_withheld_results_count_against_the_queue_size() -> None:
     harness = SchedulerHarness(processes=0, max_queue_size=3)
-    harness.scheduler.set_withheld(2)
+    harness.scheduler.queue.withheld = 2
     assert harness.offer("a") == []
     (refusal,) = harness.offer("b")
     assert refusal.detail == (
         "the queue is full (max_queue_size): 1 requests wait, 2 results are withheld until earlier ones are "
         "done; try again later"
     )
-    harness.scheduler.set_withheld(1)
+    harness.scheduler.queue.withheld = 1
     assert harness.offer("c") == []
 
 
@@ -111,7 +111,7 @@ def test_request_that_fits_into_no_batch_is_refused() -> None:
 def test_refused_request_does_not_wait() -> None:
     harness = SchedulerHarness(processes=1, max_queue_size=1)
     harness.offer("a b")
-    assert harness.scheduler.waiting == 1
+    assert harness.scheduler.queue.count == 1
     assert harness.poll() == ["idle: a"]
     harness.settle(1)
     assert harness.poll() == []
@@ -138,7 +138,7 @@ def test_forgotten_requests_are_removed_without_an_answer() -> None:
     harness.offer_runs(waiting, at=0)
     harness.scheduler.forget([waiting[0], waiting[2]])
     harness.scheduler.forget(waiting[:1])  # again
-    assert (harness.scheduler.waiting, harness.scheduler.waiting_bytes) == (1, 1)
+    assert (harness.scheduler.queue.count, harness.scheduler.queue.bytes) == (1, 1)
     assert harness.poll(10) == ["DEADLINE_EXCEEDED: b"]
 
 
@@ -149,4 +149,4 @@ def test_empty_lanes_are_dropped() -> None:
         harness.offer("b", lane=f"withdrawn {number}", expiration=1)
     harness.withdraw("b")
     harness.poll()
-    assert len(harness.scheduler._queue.lanes) == 1
+    assert len(harness.scheduler.queue.lanes) == 1

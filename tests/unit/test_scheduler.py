@@ -15,7 +15,7 @@ def test_cancelled_dispatch_takes_no_capacity() -> None:
     assert isinstance(dispatch, Dispatch)
     harness.offer("b")
     assert harness.poll() == []
-    harness.scheduler.cancel()
+    harness.scheduler.in_flight.cancel()
     assert harness.poll() == ["idle: b"]
 
 
@@ -35,10 +35,10 @@ def test_settling_an_unknown_batch_or_one_twice_has_no_effect() -> None:
 
 def test_adopted_batch_takes_capacity_until_it_is_forgotten() -> None:
     harness = SchedulerHarness()
-    harness.scheduler.adopt("found", Dispatch([run("a")], "idle", ""), dispatched_us=-5 * MS)
+    harness.scheduler.in_flight.adopt("found", Dispatch([run("a")], "idle", ""), dispatched_us=-5 * MS)
     harness.offer("b")
     assert harness.poll() == []
-    harness.scheduler.forget_batch("found", 10 * MS)
+    harness.scheduler.in_flight.forget("found", 10 * MS)
     assert harness.poll(10) == ["idle: b"]
 
 
@@ -48,9 +48,9 @@ def test_batch_of_a_sequence_of_a_model_that_was_replaced_is_like_any_other() ->
     harness = SchedulerHarness()
     sequence = SequencePart("mic7", True, False, None, "1-0")
     dispatch = Dispatch([run("a", sequence=sequence)], "idle", "", process="gone")
-    harness.scheduler.adopt("found", dispatch, dispatched_us=0)
+    harness.scheduler.in_flight.adopt("found", dispatch, dispatched_us=0)
     harness.offer("b")
-    harness.scheduler.settle("found", 5 * MS, 10 * MS)
+    harness.scheduler.in_flight.settle("found", 5 * MS, 10 * MS)
     assert harness.poll(10) == ["idle: b"]
 
 
@@ -67,9 +67,9 @@ def test_new_settings_apply_to_requests_that_already_wait() -> None:
 def test_forgotten_batch_teaches_nothing() -> None:
     harness = SchedulerHarness(max_queue_delay_ms=1000).learn()
     expected = harness.scheduler.learned.turnaround_us("")
-    harness.scheduler.adopt("lost", Dispatch([run("a")], "idle", ""), dispatched_us=0)
-    harness.scheduler.forget_batch("lost", 30_000 * MS)
-    assert harness.scheduler.in_flight() == {}
+    harness.scheduler.in_flight.adopt("lost", Dispatch([run("a")], "idle", ""), dispatched_us=0)
+    harness.scheduler.in_flight.forget("lost", 30_000 * MS)
+    assert harness.scheduler.in_flight.batches == {}
     assert harness.scheduler.learned.turnaround_us("") == expected
     assert harness.scheduler.learned.round_trip_us == 0
 

@@ -16,7 +16,7 @@ from carpool.errors import (
     UNIMPLEMENTED,
 )
 from carpool.messages.requests import Entry, Run, SequencePart
-from carpool.messages.results import UNANSWERED
+from carpool.messages.results import UNANSWERED, Refusal
 from carpool.messages.sequences import SequenceChange
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
@@ -44,10 +44,10 @@ def test_heads_of_several_sequences_share_a_batch() -> None:
         harness.send(name, start=True)
     for name in ("a1", "b1"):
         harness.send(name)
-    assert harness.scheduler.waiting == 5
+    assert harness.scheduler.queue.count == 5
     assert harness.poll() == [["a0", "b0", "c0"]]
     assert harness.poll() == []
-    assert harness.scheduler.waiting == 2
+    assert harness.scheduler.queue.count == 2
     harness.settle()
     assert harness.poll() == [["a1", "b1"]]
 
@@ -91,7 +91,7 @@ def test_a_sequence_that_has_ended() -> None:
     assert harness.run() == [["a0"]]
     harness.send("a2")
     assert harness.answers == {"a1": INVALID_ARGUMENT, "a2": INVALID_ARGUMENT}
-    assert harness.scheduler.waiting == 0
+    assert harness.scheduler.queue.count == 0
 
 
 # --- index -------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_withdrawn_requests_of_one_sequence_are_all_cancelled() -> None:
     harness.withdraw("a0", "a1", "a2")
     harness.poll()
     assert harness.answers == {"a0": CANCELLED, "a1": CANCELLED, "a2": CANCELLED, "a3": ABORTED}
-    assert harness.scheduler.waiting == harness.scheduler.waiting_bytes == 0
+    assert harness.scheduler.queue.count == harness.scheduler.queue.bytes == 0
 
 
 def test_a_follower_expires_and_breaks() -> None:
@@ -314,7 +314,9 @@ def test_a_request_that_could_not_be_decoded_breaks() -> None:
     harness = SequenceHarness()
     harness.send("a0", start=True)
     harness.run()
-    harness.scheduler.refuse_arrival(SequencePart("a", False, False, None, "9"), "bad")
+    part = SequencePart("a", False, False, None, "9")
+    refused = Refusal(Entry("9-0", 0), ["bad"], None, "", INVALID_ARGUMENT, "input", "body: bad", breaks=part)
+    assert list(harness.scheduler.refuse_malformed(refused)) == [refused]
     harness.send("a2")
     assert harness.answers == {"a2": ABORTED}
     harness.poll()
@@ -326,7 +328,7 @@ def test_a_batch_that_vanished_breaks() -> None:
     harness.send("a0", start=True)
     harness.send("a1")
     harness.poll()
-    harness.scheduler.forget_batch(next(iter(harness.in_flight)), 0)
+    harness.scheduler.in_flight.forget(next(iter(harness.in_flight)), 0)
     harness.poll()
     assert harness.answers == {"a1": ABORTED}
     assert harness.store.kept["a"].broken
@@ -460,7 +462,7 @@ def test_sequences_are_ended_by_force() -> None:
     assert harness.answers["a4"] == ABORTED
     harness.send("a5", start=True)
     assert ["a5"] in harness.run()
-    assert harness.scheduler.waiting == 0
+    assert harness.scheduler.queue.count == 0
     assert "unknown" not in harness.store.kept
 
 
@@ -479,7 +481,7 @@ def test_a_stateful_model_needs_a_sequence_and_another_has_none() -> None:
         (refused,) = scheduler.offer(run, 0)
         assert refused.status == status
         assert refused.detail.startswith("sequence_id: ")
-        assert scheduler.waiting == 0
+        assert scheduler.queue.count == 0
 
 
 # --- taking over -------------------------------------------------------------------------------------------
@@ -507,7 +509,7 @@ def test_no_request_is_dispatched_before_all_were_read() -> None:
     scheduler.sequences.load([])
     scheduler.offer(harness.waiting["a0"], 0)
     assert harness.poll() == []
-    assert scheduler.waiting == 1
+    assert scheduler.queue.count == 1
     scheduler.sequences.complete()
     assert harness.poll() == [["a0"]]
 
@@ -585,7 +587,7 @@ def test_another_batcher_forgets_a_sequence_whose_state_was_lost() -> None:
     harness.take_over()
     assert run.sequence is not None
     harness.store.change(SequenceChange(run.sequence, "a1", "broken", "there is no state"), 0)
-    harness.scheduler.settle(harness.in_flight.popitem()[0], 0, 0, broken=["a"])
+    harness.scheduler.in_flight.settle(harness.in_flight.popitem()[0], 0, 0, broken=["a"])
     harness.poll()
     harness.poll(200)
     assert harness.store.kept == {}
@@ -633,7 +635,7 @@ def test_a_result_that_was_kept_before_the_batcher_took_over_is_counted_once() -
     harness.in_flight[batch_id] = runs
     harness.take_over()
     del harness.in_flight[batch_id]
-    harness.scheduler.settle(batch_id, 0, 0)
+    harness.scheduler.in_flight.settle(batch_id, 0, 0)
     harness.send("a2", index=2)
     assert harness.run() == [["a2"]]
 
@@ -653,7 +655,7 @@ def test_a_request_after_one_that_was_kept_before_the_batcher_took_over_has_its_
     harness.send("a3", index=3)
     assert harness.poll() == []
     del harness.in_flight[batch_id]
-    harness.scheduler.settle(batch_id, 0, 0)
+    harness.scheduler.in_flight.settle(batch_id, 0, 0)
     assert harness.run() == [["a2"], ["a3"]]
     assert harness.answers == {}
 

@@ -119,7 +119,7 @@ def test_last_of_several_withdrawals_of_one_id_counts() -> None:
     later = run("a")
     scheduler.offer(later, 1)
     assert names_of(scheduler.carry_out_withdrawals(1_000_000)) == ["a"]
-    assert scheduler.waiting == WAITING + 1
+    assert scheduler.queue.count == WAITING + 1
     assert later.correlation_ids == ["a"]
 
 
@@ -130,7 +130,7 @@ def stepping_with_in_flight(*names: str) -> Scheduler:
     """A scheduler of a stepping model with a stream in flight for each name."""
     scheduler = Scheduler(ModelSettings(max_batch_size=8), model_processes=1, kind=ModelKind.STEPPING)
     for number, name in enumerate(names, 1):
-        scheduler.adopt(str(number), Dispatch([run(name)], "full", ""), 0)
+        scheduler.in_flight.adopt(str(number), Dispatch([run(name)], "full", ""), 0)
     return scheduler
 
 
@@ -146,18 +146,18 @@ def test_stream_in_flight_is_cancelled_once() -> None:
     assert cancelled(scheduler) == [("1", "a"), ("3", "a")]
     withdraw(scheduler, "a")
     assert cancelled(scheduler) == []
-    scheduler.settle("1", 0, 0)
+    scheduler.in_flight.settle("1", 0, 0)
     withdraw(scheduler, "b")
     assert cancelled(scheduler) == [("2", "b")]
 
 
 def test_settled_stream_is_not_cancelled_and_not_remembered() -> None:
     scheduler = stepping_with_in_flight("a", "b")
-    scheduler.settle("1", 0, 0)
-    scheduler.forget_batch("2", 0)
+    scheduler.in_flight.settle("1", 0, 0)
+    scheduler.in_flight.forget("2", 0)
     withdraw(scheduler, "a", "b")
     assert cancelled(scheduler) == []
-    assert not scheduler._streams._by_id
+    assert not scheduler.in_flight._streams._by_id
 
 
 def test_stream_dispatched_during_the_pause_is_cancelled() -> None:
@@ -170,7 +170,7 @@ def test_stream_dispatched_during_the_pause_is_cancelled() -> None:
     withdraw(scheduler, "other-0")
     assert cancelled(scheduler, 1) == []
     (first, *others) = [one for one in scheduler.poll(1) if isinstance(one, Dispatch)]
-    scheduler.launch("first", first, 1)
+    scheduler.in_flight.launch("first", first, 1)
     for number, dispatch in enumerate(others):
-        scheduler.launch(str(number), dispatch, 1)
+        scheduler.in_flight.launch(str(number), dispatch, 1)
     assert cancelled(scheduler, 1_000_000) == [("first", "other-0")]

@@ -18,6 +18,7 @@ class CountOrTimeout:
     def __init__(self, max_size: int, timeout_us: int) -> None:
         self._max_size = max_size
         self._timeout_us = timeout_us
+        self.in_flight = self  # it has no other part for these
         self._waiting: deque[Run] = deque()
 
     def offer(self, run: Run, _now_us: int) -> list[Refusal]:
@@ -61,6 +62,7 @@ class Aimd:
         self._max_size = max_size
         self._objective_us = objective_us
         self._idle_workers = workers
+        self.in_flight = self  # it has no other part for these
         self._size = float(max_size)  # starting at the largest size, it converges sooner
         self._waiting: deque[Run] = deque()
 

@@ -3,7 +3,7 @@
 Timers are never cancelled. One whose runs no longer wait, or whose batch has settled, has no effect. It is
 dropped when it would be the next one, so that nobody wakes up for it; and all such timers are dropped from
 time to time, to bound memory. A timer keeps runs that do not wait any more, and not their bodies: these are
-released by who carries out what became of the run (`Scheduler.launch`, `EntryTable.update_from`).
+released by who carries out what became of the run (`BatchesInFlight.launch`, `EntryTable.update_from`).
 
 Each run is looked at once for its timer, and once for each time that it is set anew. So the cost is linear,
 however many lanes and deadlines an entry has.

@@ -48,6 +48,7 @@ class Rules:
 
     def follow(self, settings: ModelSettings, kind: ModelKind) -> None:
         """These are the settings and the kind from now on."""
+        self.kind = kind
         self.has_sequences = kind.has_sequences
         size = 1 if kind is ModelKind.STEPPING else settings.max_batch_size
         cost = NO_LIMIT if settings.max_batch_cost is None else settings.max_batch_cost

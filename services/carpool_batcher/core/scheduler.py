@@ -57,26 +57,23 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.messages.batches import Dispatch, DispatchReason
-from carpool.messages.requests import Entry, Run, SequencePart, Withdrawal
+from carpool.messages.requests import Entry, Run, Withdrawal
 from carpool.messages.results import Refusal
-from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity
 from carpool_batcher.core.deadlines import Deadlines
-from carpool_batcher.core.decisions import Cancel, Decision, Expire, duplicate, refusal
+from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.in_flight import InFlightBatch
-from carpool_batcher.core.learned.doubtful_producers import executable_size
 from carpool_batcher.core.learned.learned import Learned
+from carpool_batcher.core.outcomes import BatchesInFlight, DispatchOutcome
 from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.core.repeated import RepeatedRequests, unanswered
 from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.sequences.space import Processes
-from carpool_batcher.core.waiting.duplicates import IdsInFlight, Separated
 from carpool_batcher.core.waiting.queue import Queue
-from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, RequestsInFlight, Withdrawn
+from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, Withdrawn
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
@@ -84,6 +81,8 @@ __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Schedu
 class Scheduler:
     """The batching of one model. Report events to it; `poll` returns what to do, `wake_at_us` when to poll.
 
+    What becomes of Dispatches is reported to their `outcome`, and of batches in flight to `in_flight`.
+    `queue` has the waiting requests: its totals are for all to read, and of it others set `withheld` only.
     It alone holds the settings; the parts below it have what they need of them as Rules.
     """
 
@@ -96,19 +95,24 @@ class Scheduler:
         self.capacity = (BoundCapacity if is_bound else Capacity)(self.learned, model_processes)
         self.processes = Processes()  # of a bound model
         self.sequences = Sequences(self.processes if is_bound else None)
-        self._kind = kind
-        self._settings = settings
         self._rules = Rules(settings, kind)
-        self._queue = Queue(self._rules, self.sequences)
-        self._deadlines = Deadlines(self._rules, self._queue, self.capacity, self.learned)
-        self._dispatcher = Dispatcher(self._rules, self._queue, self.capacity, self.learned, self.processes)
+        self.queue = Queue(self._rules, self.sequences)
+        self._deadlines = Deadlines(self._rules, self.queue, self.capacity, self.learned)
+        self._dispatcher = Dispatcher(self._rules, self.queue, self.capacity, self.learned, self.processes)
         self._withdrawals = PendingWithdrawals()
-        self._streams = RequestsInFlight()  # of a stepping model
-        self._ids_in_flight = IdsInFlight()  # not of sequences, which know their duplicates themselves
-        self._repeated = RepeatedRequests(self._queue, self._ids_in_flight, self._withdrawals)
+        self.in_flight = BatchesInFlight(
+            self._rules,
+            self.queue,
+            self._deadlines,
+            self.capacity,
+            self.learned,
+            self.sequences,
+            self.processes,
+        )
+        self._repeated = RepeatedRequests(self.queue, self.in_flight.ids, self._withdrawals)
         self._cancelled: list[Cancel] = []
         self._polled_us = 0
-        self._apply_settings()
+        self._apply(settings, kind)
 
     # --- events --------------------------------------------------------------------------------------------
 
@@ -120,8 +124,7 @@ class Scheduler:
     @settings.setter
     def settings(self, settings: ModelSettings) -> None:
         had_delay = self._rules.has_queue_delay
-        self._settings = settings
-        self._apply_settings()
+        self._apply(settings, self.kind)
         if self._rules.has_queue_delay and not had_delay:
             self._deadlines.watch_all_again()
 
@@ -138,17 +141,17 @@ class Scheduler:
     @property
     def kind(self) -> ModelKind:
         """How the model executes requests. It may change, but not to or from a kind with sequences."""
-        return self._kind
+        return self._rules.kind
 
     @kind.setter
     def kind(self, kind: ModelKind) -> None:
-        self._kind = kind
-        self._apply_settings()
+        self._apply(self._settings, kind)
 
-    def _apply_settings(self) -> None:
-        """The settings or the kind changed."""
-        settings, is_stepping = self._settings, self._kind is ModelKind.STEPPING
-        self._rules.follow(settings, self._kind)
+    def _apply(self, settings: ModelSettings, kind: ModelKind) -> None:
+        """These are the settings and the kind from now on."""
+        self._settings = settings
+        is_stepping = kind is ModelKind.STEPPING
+        self._rules.follow(settings, kind)
         self._dispatcher.choose_policy(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
@@ -169,15 +172,11 @@ class Scheduler:
     def follow_processes(self, live: Sequence[str], draining: Iterable[str] = ()) -> None:
         """These model processes are alive; those of a bound model that drain begin no more sequences."""
         self.model_processes = len(live)
-        if self._kind is ModelKind.BOUND:
+        if self.kind is ModelKind.BOUND:
             self.processes.follow(live, draining)
             for head in self.sequences.heads_to_move():
-                self._queue.follow_again(head)
+                self.queue.follow_again(head)
             self.sequences.leave_processes()
-
-    def set_withheld(self, results: int) -> None:
-        """Set how many results are withheld until earlier ones are done (`preserve_ordering`)."""
-        self._queue.withheld = results
 
     def offer(self, run: Run, now_us: int) -> list[Refusal]:
         """A run arrived: admit it. Returns the Refusals of those of its requests that were not admitted.
@@ -192,7 +191,7 @@ class Scheduler:
                 return [refused] if self._rules.has_sequences else list(self._repeated.answer_once(refused))
         if self.learned.producers:
             run.is_doubtful = self.learned.producers.is_doubtful(run.producer)
-        refusals = self._queue.admit(run, now_us, self._repeated.is_sent_again)
+        refusals = self.queue.admit(run, now_us, self._repeated.is_sent_again)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
             self._deadlines.watch(run, run.deadline_us, now_us)
         if refusals and run.sequence is not None:
@@ -209,12 +208,12 @@ class Scheduler:
         if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
             return (unanswered(refused, refused.correlation_ids),)
         if part is not None:
-            self.refuse_arrival(part, refused.correlation_ids[0])
+            self.sequences.refuse_arrival(part, refused.correlation_ids[0])
         return (refused,)
 
     def is_body_in_use(self, name: str) -> bool:
         """Whether a request that waits or is in flight has this stored body."""
-        return name in self._queue.bodies
+        return name in self.queue.bodies
 
     def _refusal_of_sequence(self, run: Run) -> Refusal | None:
         """Why a request cannot wait, because of the sequence that it is part of, or is not part of."""
@@ -226,41 +225,31 @@ class Scheduler:
             return refusal(run, INVALID_ARGUMENT, "input", detail)
         return self.sequences.judge(run)
 
-    def refuse_arrival(self, part: SequencePart, correlation_id: str) -> None:
-        """A request of a sequence arrived that could not be decoded."""
-        if self._rules.has_sequences:
-            self.sequences.refuse_arrival(part, correlation_id)
-
     def end_sequences(self, sequence_ids: Collection[str], place: str) -> list[Refusal]:
         """An entry at this place ends these sequences by force. Returns the answers to requests in lanes."""
         heads = self.sequences.end(sequence_ids, place)
         for head in heads:
-            self._queue.remove(head)
+            self.queue.remove(head)
         return [ended_by_force(head) for head in heads]
 
     def withdraw(self, withdrawal: Withdrawal) -> None:
         """A producer withdraws requests. `carry_out_withdrawals` says which of them are found, and when."""
         self._withdrawals.add(withdrawal)
-        self._cancel(withdrawal.correlation_ids)
-
-    def _cancel(self, correlation_ids: Iterable[str]) -> None:
-        """Answer those of these requests that are in flight, of a stepping model."""
-        cancelled = self._streams.cancel(correlation_ids)
-        self._ids_in_flight.answered(cancel.run for cancel in cancelled)
-        self._cancelled += cancelled
+        self._cancelled += self.in_flight.withdraw(withdrawal.correlation_ids)
 
     def carry_out_withdrawals(self, now_us: int) -> Withdrawn:
         """What becomes of withdrawals now: a Refusal for each run that waits; of a stepping model, those in
         flight. O(1) if no look is due, else O(all waiting)."""
-        waiting = self._queue.count
+        waiting = self.queue.count
         due_us = self._withdrawals.due_us(waiting)
         refusals: Sequence[Refusal] = ()
         entries: Sequence[Entry] = ()
         if due_us is not None and due_us <= now_us:
             arrived_later, entries = self._withdrawals.pop_all(waiting, now_us)
-            refusals = self._queue.withdraw(arrived_later)
+            refusals = self.queue.withdraw(arrived_later)
             # Some may have been dispatched since. Of two with one ID the wrong one might be answered.
-            self._cancel(name for name, later in arrived_later.items() if not later)
+            named = [name for name, later in arrived_later.items() if not later]
+            self._cancelled += self.in_flight.withdraw(named)
         cancelled, self._cancelled = self._cancelled, []
         return Withdrawn(refusals, cancelled, entries)
 
@@ -268,168 +257,28 @@ class Scheduler:
         """Runs are no longer in Redis: removed by XDEL, or dispatched by another batcher. Those that do not
         wait are ignored."""
         lost = list(runs)
-        self._queue.forget(lost)
+        self.queue.forget(lost)
         for run in lost:
             if run.sequence is not None:
                 self.sequences.lose(run)  # it was to be dispatched
 
-    def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
-        """A Dispatch of the last `poll` was carried out, with these of its runs. Their bodies are released:
-        they are in Redis, in the batch."""
-        if self._queue.bodies.are_popped:
-            self._queue.bodies.launch(batch_id, dispatch.runs)
-        batch = self._take_into_flight(dispatch, now_us)
-        self.capacity.launch(batch_id, batch)
-        self._watch_batch(batch_id, batch, dispatch.runs)
-
-    def separate(self, dispatches: Sequence[Dispatch]) -> Separated:
-        """Dispatches of the last `poll`, without requests that are in one of them already. The caller gives
-        the copies that were taken out to `take_duplicates`, after the `launch` of the others. Almost always
-        O(1)."""
-        return self._repeated.separate(dispatches)
-
-    def take_duplicates(self, dispatched: Sequence[Run], copies: Sequence[Run], now_us: int) -> list[Refusal]:
-        """After a dispatch of these runs: the Refusals of all that repeats one of their requests, and waits
-        or is among the `copies`. Copies whose first one was gone wait again. Almost always O(1)."""
-        refusals = self._queue.take_duplicates(dispatched) if self._queue.ids.repeated else []
-        if copies:
-            in_flight = {(run.reply_to, name) for run in dispatched for name in run.correlation_ids}
-            for run in copies:
-                names = enumerate(run.correlation_ids)
-                again = [at for at, name in names if (run.reply_to, name) in in_flight]
-                if len(again) < len(run):
-                    if again:
-                        refusals.append(duplicate(run.take(again)))
-                    refusals += self.offer(run, now_us)
-                else:
-                    refusals.append(duplicate(run))
-        return refusals
-
-    def cancel(self, process: str = "") -> None:
-        """A Dispatch of the last `poll`, to this process, was not carried out: none of its runs was still in
-        Redis."""
-        self.capacity.cancel()
-        self._end_batch(process)
-
-    def adopt(self, batch_id: str, dispatch: Dispatch, dispatched_us: int) -> None:
-        """A batch is in flight that a previous batcher dispatched."""
-        self._queue.bodies.launch(batch_id, dispatch.runs)
-        batch = self._take_into_flight(dispatch, dispatched_us)
-        self.capacity.adopt(batch_id, batch)
-        self._watch_batch(batch_id, batch, dispatch.runs)
-        for run in dispatch.runs:
-            if run.sequence is not None and self._rules.has_sequences:  # not one of a model that was replaced
-                self.sequences.adopt(run, dispatch.process)
-        if dispatch.process:
-            self.processes.begin_batch(dispatch.process)
-
-    def _watch_batch(self, batch_id: str, batch: InFlightBatch, runs: Sequence[Run]) -> None:
-        self._deadlines.watch_batch(batch_id, batch.expiring)
-        if not self._rules.has_sequences:
-            self._ids_in_flight.launch(batch_id, runs)
-        if self._kind is ModelKind.STEPPING:
-            self._streams.add(batch_id, batch.runs)
-
-    def settle(
-        self,
-        batch_id: str,
-        compute_us: int,
-        settled_us: int,
-        executed: int | None = None,
-        waited_us: int = 0,
-        broken: Sequence[str] = (),
-        of_producers: Sequence[ExecutedOf] = (),
-    ) -> None:
-        """A batch was committed at `settled_us`. `executed` of its requests (None: all) were executed
-        together in `compute_us`; 0 if its execution was not a normal one. It had waited `waited_us` for a
-        model process (see `BatchSettled`). `broken`: the IDs of sequences whose requests in it did not
-        succeed. `of_producers`: those of whose requests not all were executed."""
-        for run in self._runs_of_sequences(batch_id):
-            assert run.sequence is not None
-            self.sequences.settle(run, is_broken=run.sequence.sequence_id in broken)
-        batch = self._end_batch_in_flight(batch_id)
-        if batch is not None:
-            self.learned.observe(batch, compute_us, settled_us, executed, waited_us, of_producers)
-            self.capacity.end(batch_id, settled_us)
-
-    def forget_batch(self, batch_id: str, now_us: int) -> None:
-        """A batch in flight is no longer in Redis, and it is unknown how long it took."""
-        for run in self._runs_of_sequences(batch_id):
-            self.sequences.lose(run)
-        if self._end_batch_in_flight(batch_id) is not None:
-            self.capacity.end(batch_id, now_us)
-
-    def answered_in_flight(self, runs: Iterable[Run]) -> None:
-        """These requests of a batch in flight were answered, and not OK."""
-        for run in runs:
-            if run.sequence is not None:
-                self.sequences.fail(run)
-            else:
-                self._ids_in_flight.answered((run,))
-
-    def _runs_of_sequences(self, batch_id: str) -> list[Run]:
-        if not self._rules.has_sequences:
-            return []
-        batch = self.capacity.in_flight.get(batch_id)
-        return [] if batch is None else [run for run in batch.runs if run.sequence is not None]
-
-    def _end_batch_in_flight(self, batch_id: str) -> InFlightBatch | None:
-        self._ids_in_flight.end(batch_id)
-        self._queue.bodies.end(batch_id)
-        batch = self.capacity.in_flight.get(batch_id)
-        if batch is not None:
-            self._streams.remove(batch_id, batch.runs)
-            self._end_batch(batch.process)
-        return batch
-
-    def _end_batch(self, process: str) -> None:
-        if process:
-            self.processes.end_batch(process)
-            self._queue.look_again(process)
+    def outcome(self, dispatches: Sequence[Dispatch], decided_us: int) -> DispatchOutcome:
+        """All Dispatches of the last `poll`, which was at `decided_us`, are to be carried out. Returns which
+        remain, and is told what becomes of them."""
+        separated = self._repeated.separate(dispatches)
+        return DispatchOutcome(separated, decided_us, self.in_flight, self.queue, self.offer)
 
     # --- state ---------------------------------------------------------------------------------------------
-
-    @property
-    def waiting(self) -> int:
-        """The number of waiting requests."""
-        return self._queue.count
-
-    @property
-    def delayed(self) -> int:
-        """The number of waiting requests that must not be dispatched yet."""
-        return self._queue.delayed.requests
-
-    @property
-    def withheld(self) -> int:
-        """The number of results withheld until earlier ones are done."""
-        return self._queue.withheld
-
-    @property
-    def waiting_bytes(self) -> int:
-        """The bytes of all waiting requests."""
-        return self._queue.bytes
-
-    def in_flight(self) -> dict[str, InFlightBatch]:
-        """The batches in flight by ID, in the order in which they were dispatched."""
-        return self.capacity.in_flight
 
     def oldest_arrival_us(self) -> int | None:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
         return self._dispatcher.oldest_arrival_us(self._polled_us)
 
-    def fill_percent(self, runs: Sequence[Run]) -> int:
-        """How full a batch of these runs is, by size or by cost, whichever is nearer to its limit."""
-        settings = self._settings
-        percent = 100 * sum(map(len, runs)) // settings.max_batch_size
-        if settings.max_batch_cost is not None:
-            percent = max(percent, 100 * sum(run.cost * len(run) for run in runs) // settings.max_batch_cost)
-        return min(percent, 100)
-
     # --- decisions -----------------------------------------------------------------------------------------
 
     def poll(self, now_us: int) -> list[Decision]:
-        """All decisions due by now. Each Dispatch must be followed by `launch` or `cancel`."""
+        """All decisions due by now. What becomes of the Dispatches must be reported to their `outcome`."""
         pieces = self.poll_in_pieces(now_us)
         while True:
             try:
@@ -441,8 +290,8 @@ class Scheduler:
     def poll_in_pieces(self, now_us: int) -> Generator[None, None, list[Decision]]:
         """As `poll`. Between the pieces nothing else may be called."""
         self._polled_us = now_us
-        self._queue.bodies.begin_poll()
-        if self._queue.delayed.requests:
+        self.queue.bodies.begin_poll()
+        if self.queue.delayed.requests:
             self._release(now_us)
         decisions: list[Decision] = []
         if self._deadlines.has_due(now_us):
@@ -459,7 +308,7 @@ class Scheduler:
 
     def _release(self, now_us: int) -> None:
         """Let delayed runs take part from now on, if their time has come."""
-        for run in self._queue.release(now_us):
+        for run in self.queue.release(now_us):
             if run.deadline_us is not None:
                 self._deadlines.watch(run, run.deadline_us, now_us)
 
@@ -468,7 +317,7 @@ class Scheduler:
         for number, decided in enumerate(self.sequences.decide(now_us)):
             if number:
                 yield
-            self._queue.follow(decided)
+            self.queue.follow(decided)
             self._deadlines.watch_again(decided.heads)
             decisions += decided.refusals
             decisions += decided.changes
@@ -478,9 +327,9 @@ class Scheduler:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
         dispatch_us = self._dispatcher.wake_at_us(self._polled_us)
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
-        if self._queue.delayed.requests:
-            wake_us = earlier(wake_us, self._queue.delayed.wake_at_us())
-        withdrawals_us = self._withdrawals.due_us(self._queue.count)
+        if self.queue.delayed.requests:
+            wake_us = earlier(wake_us, self.queue.delayed.wake_at_us())
+        withdrawals_us = self._withdrawals.due_us(self.queue.count)
         if withdrawals_us is not None:
             wake_us = earlier(wake_us, withdrawals_us)
         return earlier(wake_us, self.sequences.wake_at_us()) if self._rules.has_sequences else wake_us
@@ -489,32 +338,6 @@ class Scheduler:
         """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not
         before one settles."""
         return self._dispatcher.earliest_dispatch_us(self._polled_us)
-
-    def _take_into_flight(self, dispatch: Dispatch, dispatched_us: int) -> InFlightBatch:
-        """What is kept of a batch in flight. Its bodies are released."""
-        expiring: dict[int, Run] = {}
-        arrivals: list[tuple[int, int]] = []
-        size = 0
-        for run in dispatch.runs:
-            if run.deadline_us is not None and dispatch.deadline_us(run) is not None:
-                expiring[size] = run
-            count = len(run.correlation_ids)
-            arrivals.append((run.arrival_us, count))
-            size += count
-            run.bodies = []
-        runs: Sequence[Run] = () if self._kind is ModelKind.PLAIN else dispatch.runs
-        cost = 0
-        if self._kind is ModelKind.STEPPING and self._settings.max_batch_cost:
-            cost = sum([run.cost * len(run) for run in runs])
-        batch = InFlightBatch(
-            dispatched_us, size, dispatch.lane, expiring, arrivals, runs, cost, dispatch.process
-        )
-        if not self.learned.producers:
-            return batch
-        return batch._replace(
-            doubtful=size - executable_size(dispatch.runs),
-            producers=self.learned.producers.remembered(dispatch.runs),
-        )
 
 
 def earlier(at_us: int | None, other_us: int | None) -> int | None:

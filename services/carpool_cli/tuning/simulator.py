@@ -140,14 +140,21 @@ class SimulationResult:
         return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))] / 1000 if ordered else 0.0
 
 
-class SchedulerProtocol(Protocol):
-    """The part of a scheduler that a simulation calls: see `carpool_batcher.core.scheduler`."""
+class BatchesInFlightProtocol(Protocol):
+    """What a simulation tells of batches: see `carpool_batcher.core.outcomes`."""
 
-    def offer(self, run: Run, now_us: int) -> list[Refusal]: ...
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None: ...
     def settle(
         self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int
     ) -> None: ...
+
+
+class SchedulerProtocol(Protocol):
+    """The part of a scheduler that a simulation calls: see `carpool_batcher.core.scheduler`."""
+
+    @property
+    def in_flight(self) -> BatchesInFlightProtocol: ...
+    def offer(self, run: Run, now_us: int) -> list[Refusal]: ...
     def poll(self, now_us: int) -> list[Decision]: ...
     def wake_at_us(self) -> int | None: ...
 
@@ -290,7 +297,7 @@ class Simulation:
         """A batch is on the way to the workers."""
         batch_id, size = str(next(self._number)), dispatch.size
         result, world = self._result, self._world
-        self._scheduler.launch(batch_id, dispatch, now_us)
+        self._scheduler.in_flight.launch(batch_id, dispatch, now_us)
         result.batch_sizes.append(size)
         result.reasons[dispatch.reason] = result.reasons.get(dispatch.reason, 0) + 1
         factor = self._random.choice(world.round_trip_spread)
@@ -326,7 +333,7 @@ class Simulation:
     def _settle(self, at_us: int, batch: SimulatedBatch) -> None:
         """The batcher learns of the commit, and producers get their results."""
         answered, ordered = self._answered, self._ordered
-        self._scheduler.settle(batch.batch_id, batch.compute_us, at_us, None, batch.waited_us)
+        self._scheduler.in_flight.settle(batch.batch_id, batch.compute_us, at_us, None, batch.waited_us)
         for run in batch.runs:
             if answered and run in answered:
                 answered.discard(run)
