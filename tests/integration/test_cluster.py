@@ -20,6 +20,7 @@ from conftest import SERVERS, name_of
 from support.cluster import PRIMARIES, RedisCluster
 from support.command import carpool
 from support.configured import major
+from support.http import call
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -105,7 +106,7 @@ async def test_models_on_different_nodes(cluster: RedisCluster, tmp_path: Path) 
 async def test_roles_have_the_permissions_that_they_need(cluster: RedisCluster, tmp_path: Path) -> None:
     """Given users with the permissions of `carpool acl` on each node, expect that nothing is denied."""
     models = models_on_all_nodes(cluster)
-    roles = ("producer", "batcher", "worker")
+    roles = ("producer", "batcher", "worker", "gateway")
     has_selectors = major(cluster.nodes[0].binary) >= 7
     users: dict[str, str] = {}
     for role in roles:
@@ -113,9 +114,16 @@ async def test_roles_have_the_permissions_that_they_need(cluster: RedisCluster, 
         for node in cluster.nodes:
             node.redis.execute_command("ACL", "SETUSER", role, "on", f">{PASSWORD}", *permissions)
         users[role] = cluster.url.replace("://", f"://{role}:{PASSWORD}@")
-    with serve(cluster, tmp_path, models, users):
+    with serve(cluster, tmp_path, models, users) as stack:
         async with AsyncClient(users["producer"], timeout=RESULTS_S) as client:
             await Load(client, models, 200).check()
+        gateway = await asyncio.to_thread(stack.gateway)
+        for model in models:
+            path = f"/carpool/v1/models/{model}/infer"
+            for body in (b'"text"', b'"%b"' % (b"x" * 20_000)):
+                for headers in ({}, {"Idempotency_Key": f"of-{len(body)}"}):
+                    answer = await asyncio.to_thread(call, gateway.url, "POST", path, body, **headers)
+                    assert answer.code == 200, answer
     assert [node.redis.acl_log() for node in cluster.nodes] == [[]] * len(cluster.nodes)
 
 
