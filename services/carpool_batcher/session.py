@@ -411,7 +411,7 @@ class Session:
         """The scheduler has these settings, and this kind of model, from now on: so have batches."""
         scheduler = self.scheduler
         self._store.kind = scheduler.kind
-        self._settings_of_batches = scheduler.step_settings or scheduler.settings.for_batches()
+        self._settings_of_batches = scheduler.settings.for_workers(scheduler.kind)
 
     def report(self) -> str:
         """The report for observers, to be published now."""

@@ -443,18 +443,20 @@ class ModelSettings:
             if getattr(self, name) != getattr(defaults, name):
                 raise ValueError(f"{name}: {reason}")
 
-    def for_steps(self) -> str:
-        """The settings that the worker of a stepping model needs, as JSON: see `with_those_for_steps`."""
-        values = self.as_text()
-        return json.dumps({name: values[name] for name in _OF_STEPS})
+    def for_workers(self, kind: ModelKind) -> str:
+        """The settings that a worker needs for batches of such a model, as JSON.
 
-    def for_batches(self) -> str:
-        """The same for any other model: those that are not the defaults. Empty if all are."""
+        Of a stepping model all of these: see `with_those_for_steps`. Of another one those that are not the
+        defaults, and an empty text if all are: see `of_batch`.
+        """
+        if kind is ModelKind.STEPPING:
+            values = self.as_text()
+            return json.dumps({name: values[name] for name in _OF_STEPS})
         needed = {name: text for name, text in type(self)().changes_to(self).items() if name in _OF_BATCHES}
         return json.dumps(needed) if needed else ""
 
     def with_those_for_steps(self, text: str) -> Self:
-        """These settings with those of `for_steps` in place of their own."""
+        """These settings with those that `for_workers` gave for a stepping model in place of their own."""
         return self.from_mapping({**self.as_text(), **json.loads(text)})
 
     @classmethod

@@ -231,7 +231,7 @@ class Replicas(RuleBasedStateMachine):
             _, (run,) = decode_entry(entry_id, flat_of(fields), SETTINGS)
             assert isinstance(run, Run)
             dispatched = self.batcher.dispatch(
-                [Dispatch([run], "full", "")], 3_600_000, (), SETTINGS.for_steps()
+                [Dispatch([run], "full", "")], 3_600_000, (), SETTINGS.for_workers(ModelKind.STEPPING)
             )
             (batch,) = dispatched.batches
             assert batch is not None
@@ -395,7 +395,9 @@ def test_settings_are_those_of_the_batch_that_was_dispatched_last() -> None:
     worker = Worker("redis://127.0.0.1:1", "w")
     followed: list[int] = []
     for batch_id, slots in (("9-1", 5), ("8-7", 2), ("9-0", 3), ("9-2", None), ("10-0", 4)):
-        text = "" if slots is None else replace(SETTINGS, max_batch_size=slots).for_steps()
+        text = (
+            "" if slots is None else replace(SETTINGS, max_batch_size=slots).for_workers(ModelKind.STEPPING)
+        )
         worker.replica._in_hand._follow_settings(Batch(batch_id, 1, [], "full", 0, "", settings=text))
         followed.append(worker.replica.slots)
     worker.close()

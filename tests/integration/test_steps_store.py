@@ -70,7 +70,9 @@ class Model:
         entry_id = self.redis.xadd(KEYS.requests, fields)
         _, (run,) = decode_entry(entry_id, flat_of(fields), ModelSettings())
         assert isinstance(run, Run)
-        self.batcher.dispatch([Dispatch([run], "full", "")], ttl_ms, (), ModelSettings().for_steps())
+        self.batcher.dispatch(
+            [Dispatch([run], "full", "")], ttl_ms, (), ModelSettings().for_workers(ModelKind.STEPPING)
+        )
 
     def fetched(self, consumer: str = "w") -> Batch:
         self.worker.start_fetch(consumer, 1000)

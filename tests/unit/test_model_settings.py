@@ -413,9 +413,9 @@ def test_what_another_version_wrote_and_this_one_cannot_read_is_the_default() ->
 
 
 def test_a_batch_has_the_settings_for_its_worker_that_are_not_defaults() -> None:
-    assert ModelSettings(max_batch_size=7).for_batches() == ""
+    assert ModelSettings(max_batch_size=7).for_workers(ModelKind.PLAIN) == ""
     changed = ModelSettings(max_batch_size=7, max_execution_ms=500, max_result_bytes=1 << 20)
-    read = ModelSettings.of_batch(changed.for_batches())
+    read = ModelSettings.of_batch(changed.for_workers(ModelKind.PLAIN))
     assert read == ModelSettings(max_execution_ms=500, max_result_bytes=1 << 20)
     assert ModelSettings.of_batch("") == ModelSettings()
     with pytest.raises(ValueError, match="max_result_bytes"):

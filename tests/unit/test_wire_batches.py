@@ -19,7 +19,7 @@ from carpool.messages.settled import (
     ModelProcessesChanged,
     Streamed,
 )
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool.rows import Rows, StoredBody
 from carpool.tickets import Tickets
 from carpool.wire.batches import (
@@ -129,12 +129,12 @@ def test_batch_has_the_limit_of_results_that_it_names_or_the_default() -> None:
         ModelSettings().max_result_bytes,
     }
     assert default == 64 << 20
-    named = ModelSettings(max_result_bytes=5).for_batches().encode()
+    named = ModelSettings(max_result_bytes=5).for_workers(ModelKind.PLAIN).encode()
     assert decode_batch(b"9-0", [b"runs", b"\x90", b"settings", named], 1).max_result_bytes == 5
 
 
 def test_batch_of_a_stepping_model_has_all_settings_for_its_worker() -> None:
-    text = ModelSettings(max_batch_size=7, max_execution_ms=9).for_steps()
+    text = ModelSettings(max_batch_size=7, max_execution_ms=9).for_workers(ModelKind.STEPPING)
     flat = [b"runs", b"\x90", b"settings", text.encode()]
     batch = decode_batch(b"9-0", [*flat, b"stream", b"0", b"cost", b"1"], 1)
     assert (batch.settings, batch.max_execution_ms) == (text, 9)

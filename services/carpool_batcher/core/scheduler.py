@@ -156,7 +156,6 @@ class Scheduler:
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
-        self.step_settings = settings.for_steps() if is_stepping else ""  # what workers need
         slots = settings.max_batch_size if is_stepping else None
         self.capacity.set_slots(slots, settings.max_batch_cost)
 

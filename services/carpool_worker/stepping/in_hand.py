@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
 from carpool.messages.batches import Batch
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings
 from carpool_worker.execution import Execution
 from carpool_worker.stepping.execution import StepExecution
 
@@ -24,7 +24,7 @@ class InHand:
         self._has_tensors = has_tensors
         self._requests: dict[int, StepExecution] = {}  # by key
         self._keys = count()
-        self._settings_text = settings.for_steps()
+        self._settings_text = settings.for_workers(ModelKind.STEPPING)
         self._settings_of = (0, 0)  # ID of the batch that had these
 
     def __len__(self) -> int:

@@ -87,7 +87,7 @@ class Batch:
     """Runs dispatched together, as a worker fetches them. `epoch` is the delivery count, from 1.
     `expected_us`: how long their execution is expected to take; 0 if that is unknown. `stream` and `cost` are
     those of the request, if it is alone in the batch, as requests of stepping models are; `settings` has all
-    effective settings that their worker needs (`ModelSettings.for_steps`). `process`: of a bound model, the
+    effective settings that their worker needs (`ModelSettings.for_workers`). `process`: of a bound model, the
     one for which it was dispatched; empty for others. `max_execution_ms` and `max_result_bytes`: those of the
     model.
     `answered`: positions of requests that had results when it was dispatched, because they were sent again.

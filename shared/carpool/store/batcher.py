@@ -241,7 +241,7 @@ class BatcherStore:
         One script, because batches share entries. It has a batch for each model process that can take one,
         and together they have at most what may wait, `max_queue_size` and `max_queue_bytes`.
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
-        `settings`: those that its worker needs (`ModelSettings.for_steps` and `for_batches`).
+        `settings`: those that its worker needs (`ModelSettings.for_workers`).
         Raises NotActiveError and ProcessLeftError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
