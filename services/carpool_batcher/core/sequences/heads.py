@@ -10,7 +10,6 @@ from carpool.messages.requests import Run, SequencePart
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool_batcher.core.sequences.followers import Followers
-from carpool_batcher.core.sequences.idle_sequences import IdleSequences
 from carpool_batcher.core.sequences.records import Break, Records
 from carpool_batcher.core.sequences.sequence import (
     PROCESS_GONE,
@@ -49,7 +48,7 @@ class Heads:
         self._records = records
         self._followers = followers
         self._space = space
-        self._idle = IdleSequences()
+        self._idle = _IdleSequences()
         self._to_start = WaitingStarts()
         self._heads: list[Run] = []
         self._freed: list[SlotFreed] = []
@@ -238,3 +237,49 @@ class Heads:
         self.begun -= sequence.occupies_space
         self._leave(sequence)
         self._records.end_idle(sequence)
+
+
+class _IdleSequences:
+    """Sequences of which no request is in a lane or in flight: since when each is idle, the oldest first, and
+    whether requests of it wait. Those that are only remembered because they are broken are known apart."""
+
+    def __init__(self) -> None:
+        self._since: dict[Sequence, tuple[int, bool]] = {}
+        self._broken: dict[Sequence, None] = {}
+
+    def add(self, sequence: Sequence, now_us: int, *, waits: bool, has_state: bool) -> None:
+        """A sequence is idle. If it was so before, that counts, unless requests waited and do not any more,
+        or the other way round. Times must not decrease from call to call."""
+        since = self._since.get(sequence)
+        if since is None or since[1] is not waits:
+            self._since.pop(sequence, None)
+            self._since[sequence] = now_us, waits
+        if waits or has_state:
+            self._broken.pop(sequence, None)
+        else:
+            self._broken.setdefault(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """A sequence is not idle, or it is forgotten."""
+        self._since.pop(sequence, None)
+        self._broken.pop(sequence, None)
+
+    def oldest_us(self) -> int | None:
+        """Since when the first one is idle; None if there is none."""
+        return next(iter(self._since.values()))[0] if self._since else None
+
+    def pop_until(self, until_us: int) -> Iterator[tuple[Sequence, bool]]:
+        """Remove and return those that are idle since then or longer, and whether requests of them wait."""
+        while self._since:
+            sequence, (since_us, waits) = next(iter(self._since.items()))
+            if since_us > until_us:
+                break
+            self.discard(sequence)
+            yield sequence, waits
+
+    def pop_broken(self, limit: int) -> Iterator[Sequence]:
+        """Remove and return the oldest broken ones, so that at most `limit` of these are left."""
+        while len(self._broken) > limit:
+            sequence = next(iter(self._broken))
+            self.discard(sequence)
+            yield sequence
