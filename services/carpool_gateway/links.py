@@ -63,7 +63,9 @@ class Links:
     def __init__(self, url: str) -> None:
         self._url = url
         self._is_cluster = is_cluster(url)
-        self._idle: dict[str, list[_Caller]] = {}  # by the key whose node they lead to
+        self._idle: list[
+            tuple[str, _Caller]
+        ] = []  # by key; the last used is last
         self._all: set[_Caller] = set()
         self._free = asyncio.Semaphore(LINKS_MAX)
 
@@ -93,15 +95,27 @@ class Links:
     async def _call_once(self, key: str, command: Command, timeout_s: float) -> Any:
         key = key if self._is_cluster else ""
         async with self._free:
-            idle = self._idle.setdefault(key, [])
-            caller = idle.pop() if idle else _Caller(self._url, key)
+            caller = self._pop_idle(key)
             try:
                 if caller.is_lost:
                     await caller.connect()
-                    self._all.add(caller)
                 return await caller.call(command, timeout_s)
             finally:
                 if caller.is_lost:
                     self._all.discard(caller)
                 else:
-                    idle.append(caller)
+                    self._idle.append((key, caller))
+
+    def _pop_idle(self, key: str) -> _Caller:
+        """A connection to the node of a key. In a cluster keys are many, and names that clients made up are
+        among them: if there are LINKS_MAX, a new one takes the place of the one that was used longest ago."""
+        for at in range(len(self._idle) - 1, -1, -1):
+            if self._idle[at][0] == key:
+                return self._idle.pop(at)[1]
+        if len(self._all) >= LINKS_MAX:
+            _, unused = self._idle.pop(0)  # fewer than LINKS_MAX are in use
+            unused.close()
+            self._all.discard(unused)
+        caller = _Caller(self._url, key)
+        self._all.add(caller)
+        return caller
