@@ -11,8 +11,6 @@ from carpool.errors import NotFoundError
 from carpool.model_settings import ModelKind
 from carpool.wire.tensors import TensorSpec
 from carpool_gateway.oip import documents
-from carpool_gateway.oip.documents import BatchFigures, Duration, IndexEntry, ModelFigures
-from carpool_gateway.oip.errors import ProtocolError
 from carpool_gateway.oip.models import OfferedModel
 from support.oip import offered
 
@@ -102,75 +100,7 @@ def test_registered_tensors_that_cannot_be_read() -> None:
             OfferedModel.of("m", {name: "[1]"})
 
 
-def test_statistics() -> None:
-    compute = Duration(3, 900)
-    figures = ModelFigures(
-        1_700_000_000_000, 10, 3, Duration(10, 5000), Duration(1, 7), Duration(10, 400), compute,
-        [BatchFigures(4, Duration(2, 600))],
-    )  # fmt: skip
-    (found,) = parsed(documents.model_statistics({"m": figures}))["model_stats"]
-    assert (found["name"], found["version"], found["last_inference"]) == ("m", "1", 1_700_000_000_000)
-    assert (found["inference_count"], found["execution_count"]) == (10, 3)
-    stats = found["inference_stats"]
-    assert stats["success"] == {"count": 10, "ns": 5000}
-    assert stats["compute_infer"] == {"count": 3, "ns": 900}
-    assert stats["compute_input"]["ns"] == stats["compute_output"]["ns"] == 0
-    assert {stats[name]["count"] for name in ("compute_input", "compute_infer", "compute_output")} == {3}
-    assert found["batch_stats"] == [
-        {
-            "batch_size": 4,
-            "compute_input": {"count": 2, "ns": 0},
-            "compute_infer": {"count": 2, "ns": 600},
-            "compute_output": {"count": 2, "ns": 0},
-        }
-    ]
-    assert parsed(documents.model_statistics({})) == {"model_stats": []}
-
-
-def test_the_index_is_a_list() -> None:
-    entries = [IndexEntry("a", documents.READY), IndexEntry("b", documents.LOADING, "a worker loads it")]
-    a = {"name": "a", "version": "1", "state": "READY", "reason": ""}
-    b = {"name": "b", "version": "1", "state": "LOADING", "reason": "a worker loads it"}
-    assert parsed(documents.repository_index(entries)) == [a, b]
-    assert parsed(documents.repository_index(entries, ready_only=True)) == [a]
-    assert parsed(documents.repository_index([])) == []
-
-
-@pytest.mark.parametrize(
-    ("body", "ready"),
-    [
-        (b"", False),
-        (b" \n", False),
-        (b"{}", False),
-        (b'{"ready":true}', True),
-        (b'{"ready":false,"x":1}', False),
-    ],
-)
-def test_requests_for_the_index(body: bytes, ready: bool) -> None:
-    assert documents.decode_index_request(body) is ready
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"[]", b'{"ready":1}', b"{", b'{"ready":' + b"[" * 250_000, b'{"ready":true,"ready":true}', b"\xff"],
-)
-def test_requests_for_the_index_that_are_none(body: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        documents.decode_index_request(body)
-
-
-def test_parameters_of_a_load() -> None:
-    assert documents.decode_parameters(b"") == documents.decode_parameters(b'{"parameters":{}}') == {}
-    given = {"config": "{}", "unload_dependents": True, "file:1/model.onnx": "YQ=="}
-    assert documents.decode_parameters(json.dumps({"parameters": given}).encode()) == given
-    for body in (b'{"parameters":[]}', b'{"parameters":{"a":null}}', b'{"parameters":{"a":{}}}', b"7"):
-        with pytest.raises(ProtocolError):
-            documents.decode_parameters(body)
-
-
 def test_errors() -> None:
-    assert parsed(documents.error_document('a "b"')) == {"error": 'a "b"'}
-    assert parsed(documents.error_document("\ud800")) == {"error": "?"}
     assert documents.unknown_model("NONE").detail == "Request for unknown model: 'NONE' is not found"
     documents.check_version("m", "1")
     with pytest.raises(NotFoundError, match="version 2 is not found"):
