@@ -99,10 +99,7 @@ class Inference:
         Raises HttpError and CarpoolError."""
         check_encoding(exchange)
         options = options_of(exchange.headers)
-        if key.tenant:
-            if options.get("tenant", key.tenant) != key.tenant:
-                raise HttpError(403, f"the key {key.name!r} is of another tenant")
-            options["tenant"] = key.tenant
+        key.set_tenant(options)
         default_s = LATER_TIMEOUT_S if is_later else self._default_timeout_s
         timeout_s, fields = read_options(options, default_s)
         if timeout_s is None or (timeout_s > self._limits.timeout_s and not is_later):

@@ -8,7 +8,7 @@
     models = ["classify", "eu-*"]  # optional: names, * stands for any letters; without it all models
     rate = 50                      # optional: requests a second; twice as many at once
 
-The file has hashes, so that nobody can use the keys who reads it. A key is random and long, so one round of
+The file has hashes, so that nobody who reads it can use the keys. A key is random and long, so one round of
 SHA-256 is enough.
 """
 
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from carpool.client.options import RequestOptions
 from carpool.keys import CORRELATION_ID
 from carpool_gateway.answers import HttpError
 
@@ -64,6 +65,14 @@ class Key:
     def is_for(self, model: str) -> bool:
         """Whether the key is for this model."""
         return self.models == _ALL or any(fnmatchcase(model, one) for one in self.models)
+
+    def set_tenant(self, options: RequestOptions) -> None:
+        """If the key has a tenant, all its requests are that tenant's. Raises HttpError (403) if they name
+        another."""
+        if self.tenant:
+            if options.get("tenant", self.tenant) != self.tenant:
+                raise HttpError(403, f"the key {self.name!r} is of another tenant")
+            options["tenant"] = self.tenant
 
     def count(self, requests: int, now_s: float) -> None:
         """Count requests against the rate. Raises HttpError (429) if there are too many; then none counts.
@@ -103,11 +112,6 @@ class KeyRing:
         self._keys: Sequence[Key] = ()
         if path is not None:
             self._read(path)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether no key is needed."""
-        return self._path is None
 
     def reload(self) -> bool:
         """Read the file again if it has changed. Returns whether it had. Raises as the constructor does; then

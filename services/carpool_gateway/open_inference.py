@@ -80,10 +80,7 @@ class OpenInference:
         check_encoding(exchange)
         # Some clients send headers of their own names; these have the meaning that they have everywhere.
         options = options_of({name: of for name, of in exchange.headers.items() if name != b"accept"})
-        if key.tenant:
-            if options.get("tenant", key.tenant) != key.tenant:
-                raise HttpError(403, f"the key {key.name!r} is of another tenant")
-            options["tenant"] = key.tenant
+        key.set_tenant(options)
         exchange.extra = (key, options)
 
     def infer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:

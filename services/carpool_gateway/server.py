@@ -20,10 +20,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
+from collections.abc import Coroutine
 from email.utils import formatdate
 from enum import Enum, auto
 from math import inf
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import httptools
 import structlog
@@ -328,7 +329,7 @@ class Connection(asyncio.Protocol):
         self.take(exchange, size)
 
     def _can_drop_body(self, exchange: Exchange) -> bool:
-        """Whether the connection can be used after a error: the body is short, and will come."""
+        """Whether the connection can be used after an error: the body is short, and will come."""
         headers = exchange.headers
         if b"transfer-encoding" in headers or b"expect" in headers:
             return False
@@ -386,9 +387,9 @@ class Connection(asyncio.Protocol):
             self._tasks.add(task)  # the event loop has only a weak reference
             task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, exchange: Exchange, coroutine: object) -> None:
+    async def _run(self, exchange: Exchange, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
-            await coroutine  # type: ignore[misc]
+            await coroutine
         except Exception as error:
             self._fail_with(exchange, error)
 
@@ -498,7 +499,7 @@ class Connection(asyncio.Protocol):
     # --- ending --------------------------------------------------------------------------------------------
 
     def _end_with(self, error: HttpError) -> None:
-        """Answer the incoming request with a error, after those before it, and end the connection."""
+        """Answer the incoming request with an error, after those before it, and end the connection."""
         exchange = self._incoming or Exchange(self)
         self._incoming = None
         self._parts.clear()
