@@ -63,9 +63,7 @@ class Links:
     def __init__(self, url: str) -> None:
         self._url = url
         self._is_cluster = is_cluster(url)
-        self._idle: list[
-            tuple[str, _Caller]
-        ] = []  # by key; the last used is last
+        self._idle: list[tuple[str, _Caller]] = []  # by key; the last used is last
         self._all: set[_Caller] = set()
         self._free = asyncio.Semaphore(LINKS_MAX)
 
