@@ -1,4 +1,4 @@
-"""Who is told what becomes of requests: the meter, the log, and the causes of missed deadlines."""
+"""Passes what becomes of requests to the meter, to the log and to the count of missed deadlines."""
 
 from __future__ import annotations
 

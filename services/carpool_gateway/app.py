@@ -1,4 +1,4 @@
-"""Routes: what a path and a method mean, and who may use it."""
+"""The routes of the gateway: which handler answers a path and a method, and which scope that needs."""
 
 from __future__ import annotations
 

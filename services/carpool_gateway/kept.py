@@ -1,4 +1,4 @@
-"""Requests whose results are kept: those that nobody waits for, and those that are sent exactly once.
+"""Requests whose results can be read later by name: `Prefer: respond-async` and `Idempotency-Key`.
 
 `Prefer: respond-async` is answered at once, with the path under which the result will be. `Idempotency-Key`
 names a request, so that sending it again does not execute it again, whatever died meanwhile. Both are alike

@@ -1,4 +1,4 @@
-"""Who may do what: the file of keys, and what a request presents.
+"""API keys: the file that lists them, and the permissions of the one that a request presents.
 
     [[keys]]
     name = "web"

@@ -1,8 +1,8 @@
-"""Requests whose results are kept for whoever asks for them by name: how one is added once, and its result.
+"""Requests that are added once, and whose results can be read by name until they expire.
 
 The name is the correlation ID, and that of a reply stream of its own. As long as the key `kept` lives, a
-request of this name is not added again. So a program that does not know whether its request was accepted, as
-it or the process between died, sends it again and gets the one result.
+request of this name is not added again. So a program that does not know whether its request was accepted,
+because a process died, sends it again and gets the one result.
 """
 
 from __future__ import annotations
