@@ -67,13 +67,13 @@ def stack(stacks: Callable[[Path], Stack]) -> Stack:
 
 @pytest.fixture
 async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(stack.url, timeout=15) as client:
+    async with AsyncClient(stack.url, timeout=RESULT_S) as client:
         yield client
 
 
 @pytest.fixture
 def blocking(stack: Stack) -> Iterator[Client]:
-    with Client(stack.url, timeout=15) as client:
+    with Client(stack.url, timeout=RESULT_S) as client:
         yield client
 
 
@@ -599,7 +599,7 @@ def test_future_of_the_blocking_client_can_be_cancelled_and_times_out(
 
 
 def test_async_client_says_that_its_event_loop_is_another(stack: Stack) -> None:
-    client = AsyncClient(stack.url, timeout=15)
+    client = AsyncClient(stack.url, timeout=RESULT_S)
 
     async def square(number: int) -> Any:
         return await client.infer("square", number)
@@ -677,7 +677,7 @@ def raised_by(use: Callable[[], object]) -> str:
 
 def test_an_async_client_that_connects_after_forks_serves_each_process(stack: Stack) -> None:
     """As with gunicorn --preload: each child connects with its first request."""
-    client = AsyncClient(stack.url, timeout=15)
+    client = AsyncClient(stack.url, timeout=RESULT_S)
     refused = AsyncClient("redis://127.0.0.1:1/0")
     with pytest.raises(UnavailableError):
         asyncio.run(refused.connect())
@@ -698,7 +698,7 @@ def test_an_async_client_that_connects_after_forks_serves_each_process(stack: St
 
 def test_an_async_client_that_was_connected_before_a_fork_is_the_parents(stack: Stack, gate: Path) -> None:
     """Also if the child goes on with the parent's event loop, whose poll both have."""
-    client = AsyncClient(stack.url, timeout=15)
+    client = AsyncClient(stack.url, timeout=RESULT_S)
 
     async def connect() -> list[asyncio.Future[Any]]:
         assert await client.infer("Single", "before") == "before"

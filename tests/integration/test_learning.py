@@ -64,10 +64,22 @@ def reported(stack: Stack) -> dict[int, int]:
     return dict(learned)
 
 
-def is_time_of_one_execution(learned_us: int, size: int) -> bool:
-    """A busy machine adds to it; a batch of 16 that is halved takes three times as long."""
-    expected_us = 4000 + 2000 * size
-    return expected_us <= learned_us < 1.6 * expected_us + 10_000
+def times_us(stack: Stack) -> list[int]:
+    """The execution times of all batches that were executed normally, as workers measured them.
+
+    A batcher evens out times that fall with the size, which they do on a busy machine, so what it learned of
+    a size lies among those of all sizes. What was not executed at all takes less, what was executed in halves
+    or killed its process takes longer.
+    """
+    settled = [
+        decode_settled([item for field in fields.items() for item in field])
+        for _, fields in stack.redis.xrange(Keys(MODEL).settled)
+    ]
+    return [
+        batch.compute_us + batch.overhead_us
+        for batch in settled
+        if isinstance(batch, BatchSettled) and batch.executed
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,14 +104,15 @@ def test_what_was_not_executed_normally_teaches_nothing(
     learned = reported(stack)
     # Where l(n) has a step, as on a busy machine, it is told on both sides
     assert set(SIZES) <= set(learned) <= {*SIZES, *[size - 1 for size in SIZES]}
-    for size in SIZES:
-        assert is_time_of_one_execution(learned[size], size)
+    times = times_us(stack)
+    assert all(min(times) <= learned[size] <= max(times) for size in SIZES), (learned, times)
 
 
 def test_only_the_valid_requests_of_a_batch_were_executed(stack: Stack) -> None:
     assert statuses(stack, ["refuse", "x", "refuse", "x"]) == {"INVALID_ARGUMENT": 2, "OK": 2}
     assert executed(stack, 1) == [2]
-    assert is_time_of_one_execution(reported(stack)[2], 2)
+    times = times_us(stack)
+    assert min(times) <= reported(stack)[2] <= max(times)
 
 
 def test_a_batch_tells_of_whose_requests_not_all_were_executed(stack: Stack) -> None:
