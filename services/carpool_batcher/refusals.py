@@ -65,8 +65,8 @@ class EarlyRefusals:
         return answered + [refusal.where_it_is() for refusal in postponed]
 
 
-PART_KEYS: Final = 1000  # of a part that has more than one entry, about
-PIECE_REFUSALS: Final = 4096  # looked at in a piece
+PART_KEYS: Final = 500  # of a part that has more than one entry, about
+PIECE_REFUSALS: Final = 1024  # or changes, looked at in a piece
 PART_BYTES: Final = 8 * 1024 * 1024  # that it puts back, likewise
 
 
@@ -114,12 +114,12 @@ def divide(
     if keys <= PART_KEYS and put_back_bytes <= PART_BYTES:
         yield Part(refusals, emptied, without_earlier_breaks(changes), freed)
         return
-    by_sequence = _by_sequence(changes, freed)
+    by_sequence = yield from _by_sequence(changes, freed)
     by_entry.sort(key=_EntryRefusals.place)
     for together in _packed(by_entry):
-        part = _part_of(together, by_sequence)
+        part = yield from _part_of(together, by_sequence)
         if sum([one.keys for one in together]) > PART_KEYS:
-            yield from _change_parts(_by_sequence(part.changes, part.freed).values())
+            yield from _change_parts((yield from _by_sequence(part.changes, part.freed)).values())
             part = Part(part.refusals)
         yield part
     yield from _change_parts(by_sequence.values())
@@ -193,26 +193,34 @@ def _packed(by_entry: Iterable[_EntryRefusals]) -> Iterator[list[_EntryRefusals]
 
 def _by_sequence(
     changes: Iterable[SequenceChange], freed: Iterable[SlotFreed]
-) -> dict[str, _SequenceChanges]:
+) -> Generator[None, None, dict[str, _SequenceChanges]]:
     by_sequence: dict[str, _SequenceChanges] = {}
-    for change in changes:
+    for number, change in enumerate(changes, 1):
         by_sequence.setdefault(change.part.sequence_id, _SequenceChanges([], [])).changes.append(change)
+        if not number % PIECE_REFUSALS:
+            yield
     for slot in freed:
         by_sequence.setdefault(slot.sequence_id, _SequenceChanges([], [])).freed.append(slot)
     return by_sequence
 
 
-def _part_of(together: Sequence[_EntryRefusals], by_sequence: dict[str, _SequenceChanges]) -> Part:
+def _part_of(
+    together: Sequence[_EntryRefusals], by_sequence: dict[str, _SequenceChanges]
+) -> Generator[None, None, Part]:
     """These entries, with what is changed in their sequences up to their requests. That is taken out of
     `by_sequence`."""
     refusals = [refusal for one in together for refusal in one.refusals]
     last_places: dict[str, str] = {}
-    for part in map(sequence_of, refusals):
+    for number, part in enumerate(map(sequence_of, refusals), 1):
         if part is not None:
             last_places[part.sequence_id] = max(part.place, last_places.get(part.sequence_id, ""))
+        if not number % PIECE_REFUSALS:
+            yield
     changes: list[SequenceChange] = []
     freed: list[SlotFreed] = []
-    for sequence_id, last_place in last_places.items():
+    for number, (sequence_id, last_place) in enumerate(last_places.items(), 1):
+        if not number % PIECE_REFUSALS:
+            yield
         changed = by_sequence.get(sequence_id)
         if changed is None:
             continue

@@ -286,7 +286,7 @@ class Session:
         changes_of_sequences: Sequence[SequenceChange] = (),
         freed: Sequence[SlotFreed] = (),
     ) -> Generator[None]:
-        """Answer requests that are not dispatched, in as many pieces as scripts are needed."""
+        """Answer requests that are not dispatched, in two pieces for each script that is needed."""
         scheduler = self.scheduler
         self._order.enter_if_any()
         ttl_ms = scheduler.settings.result_ttl_ms
@@ -295,9 +295,11 @@ class Session:
             if part is None:
                 yield
                 continue
-            changes = self._store.refuse(
+            prepared = self._store.prepare_refusal(
                 part.refusals, part.emptied, ttl_ms, part.changes, part.freed, scheduler.is_body_in_use
             )
+            yield
+            changes = self._store.refuse(prepared)
             self._follow(changes)
             missing = set(changes.missing)
             answered += [

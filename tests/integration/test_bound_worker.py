@@ -87,7 +87,9 @@ class Played:
         return self.answers(self.dispatch(process, *requests))
 
     def told_end(self, process: str, sequence_id: str) -> None:
-        self.batcher.refuse((), (), 60_000, (), [SlotFreed(process, sequence_id)])
+        self.batcher.refuse(
+            self.batcher.prepare_refusal((), (), 60_000, freed=[SlotFreed(process, sequence_id)])
+        )
 
     def wait_for_hook(self, line: str) -> None:
         wait_until(lambda: line in self.hooks.read_text().split("\n"), description=f"the model saw {line!r}")

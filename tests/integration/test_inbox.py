@@ -126,7 +126,8 @@ def test_any_number_of_batches_is_assigned_at_once(bound: Bound) -> None:
 def test_a_process_is_told_in_order_what_has_no_slot_any_more(bound: Bound) -> None:
     first = bound.dispatch("p", bound.add("1"))
     assert first is not None
-    bound.store.refuse([], [], TTL_MS, freed=[SlotFreed("p", "mic1"), SlotFreed("q", "mic2")])
+    free = bound.store.prepare_refusal([], [], TTL_MS, freed=[SlotFreed("p", "mic1"), SlotFreed("q", "mic2")])
+    bound.store.refuse(free)
     second = bound.dispatch("p", bound.add("2"))
     assert second is not None
     assert bound.inbox("p") == [BatchSent(first), SequenceEnded("mic1"), BatchSent(second)]
@@ -136,6 +137,7 @@ def test_a_process_is_told_in_order_what_has_no_slot_any_more(bound: Bound) -> N
 def test_an_inbox_of_another_type_costs_no_other_process_its_messages(bound: Bound) -> None:
     bound.link.call("SET", bound.keys.inbox("p"), "text")
     batch_id = bound.dispatch("p", bound.add("1"))
-    bound.store.refuse([], [], TTL_MS, freed=[SlotFreed("p", "mic1"), SlotFreed("q", "mic2")])
+    free = bound.store.prepare_refusal([], [], TTL_MS, freed=[SlotFreed("p", "mic1"), SlotFreed("q", "mic2")])
+    bound.store.refuse(free)
     assert bound.pending("p") == [batch_id]
     assert bound.inbox("q") == [SequenceEnded("mic2")]

@@ -24,7 +24,7 @@ from support.hostile import OF_SEQUENCES, PLAIN, Sent
 from support.wire import flat_of
 
 IN_ENTRY: Final = 4096  # as many as an entry may have
-PIECE_CALLS_MAX: Final = 80 * IN_ENTRY  # of functions, in one piece of a turn: 20 to 30 ms
+PIECE_CALLS_MAX: Final = 24 * IN_ENTRY  # of functions, in one piece of a turn: 6 to 9 ms
 CALLS_MAX: Final = 600  # for each request in all; eight misspelt names take most of them
 PIECES_BEFORE_OTHERS_MAX: Final = 3  # of one that goes on when a request arrives: it is read after the next
 KEYS: Final = Keys("m")
@@ -132,7 +132,7 @@ def test_all_requests_of_one_sequence_are_refused_in_pieces(bench: CountedLoop, 
     bench.run_until(lambda: not bench.waiting() and bench.is_done(), "all are refused")
     assert bench.link.call("XLEN", KEYS.requests) == 0
     assert len(bench.calls_of_pieces) > entries
-    assert max(bench.calls_of_pieces) < 60 * IN_ENTRY  # those of a script, for one entry
+    assert max(bench.calls_of_pieces) < 32 * IN_ENTRY  # those that prepare a script, for one entry
     assert sum(bench.calls_of_pieces) < 200 * entries * IN_ENTRY
 
 

@@ -306,7 +306,9 @@ class OrderedResults(RuleBasedStateMachine):
 
     def refuse_runs(self, refused: list[Run]) -> None:
         self.enter()
-        changes = self.batcher.refuse([refusal_of(run, CANCELLED) for run in refused], [], TTL_MS)
+        changes = self.batcher.refuse(
+            self.batcher.prepare_refusal([refusal_of(run, CANCELLED) for run in refused], [], TTL_MS)
+        )
         for run in refused:
             if run.entry not in changes.missing:
                 for name in run.correlation_ids:

@@ -128,7 +128,7 @@ def test_refused_requests_are_answered_and_the_others_put_back(waiting: Waiting)
     first = run.cut(1)
     part = run.take([0, 2])
     refusal = Refusal(entry, part.correlation_ids, None, JSON, CANCELLED, "withdrawn", "withdrawn: why", part)
-    changes = waiting.store.refuse([refusal], [], TTL_MS)
+    changes = waiting.store.refuse(waiting.store.prepare_refusal([refusal], [], TTL_MS))
     # Expect: what is still to be dispatched waits too
     (again,) = waiting.read()
     assert_put_back(changes, entry, {again.id: [first, run]})

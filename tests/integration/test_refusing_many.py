@@ -118,7 +118,8 @@ def test_alike_results_are_written_by_a_script_that_is_told_each_id_once(
     ids = [*("a" * chars for chars in (1, 31, 32, CORRELATION_ID_CHARS_MAX)), *map(str, range(100))]
     entry = Entry(stack.send(MODEL, body="1"), 0)
     refused = Refusal(entry, ids, None, content_type, INVALID_ARGUMENT, "input", DETAIL, warnings=("w",))
-    BatcherStore(link, KEYS).refuse([refused], [], TTL_MS)
+    store = BatcherStore(link, KEYS)
+    store.refuse(store.prepare_refusal([refused], [], TTL_MS))
     _, _, arguments = link.scripts[-1]
     assert arguments < 20  # the IDs are in the keys
     for name in ids:

@@ -317,7 +317,7 @@ def test_only_the_active_batcher_may_dispatch_and_refuse(served: Served) -> None
         with pytest.raises(NotActiveError):
             store.dispatch([Dispatch(entry.runs, "idle", "")], TTL_MS)
         with pytest.raises(NotActiveError):
-            store.refuse([], [entry], TTL_MS)
+            store.refuse(store.prepare_refusal([], [entry], TTL_MS))
     assert served.entries() == 1
     assert served.link.call("XLEN", served.keys.batches) == 0
     served.link.call("SET", served.keys.batcher, "paused")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from itertools import islice
 from typing import Any, Final
 from unittest import mock
@@ -128,7 +128,11 @@ FAULTS: Final = Faults(of_property(dying, play))
 
 @FAULTS.found(examples=87)
 def write_changes_last(patch: Patch) -> None:
-    patch.setattr(refusals, "_part_of", lambda together, by_sequence: Part(_refusals(together)))
+    def part_of(together: Any, by_sequence: Any) -> Generator[None, None, Part]:
+        return Part(_refusals(together))
+        yield
+
+    patch.setattr(refusals, "_part_of", part_of)
 
 
 @FAULTS.found(examples=299)

@@ -125,7 +125,7 @@ def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
 
 @FAULTS.found(examples=6)
 def never_end_a_sequence(patch: Patch) -> None:
-    patch.setattr(Heads, "_end_long_idle", lambda self, now_us, idle_us: False)
+    patch.setattr(Heads, "_end_long_idle", lambda self, now_us, idle_us: iter(()))
 
 
 @FAULTS.found(examples=13)

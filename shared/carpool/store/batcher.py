@@ -95,6 +95,14 @@ class EntryChanges(NamedTuple):
     missing: list[Entry]  # no longer in the stream: none of their requests was dispatched or answered
 
 
+class PreparedRefusal(NamedTuple):
+    """What a script is given to refuse requests. `put_back`: of each entry, what is put back of it."""
+
+    keys: list[str]
+    args: list[Argument]
+    put_back: dict[Entry, list[list[Run]]]
+
+
 class LookedUp(NamedTuple):
     """How many entries were looked up, and which of these are no longer in their stream."""
 
@@ -330,7 +338,7 @@ class BatcherStore:
             raise ProcessLeftError(self.keys.model)
         return reply
 
-    def refuse(
+    def prepare_refusal(
         self,
         refusals: Sequence[Refusal],
         emptied: Sequence[Entry],
@@ -338,12 +346,13 @@ class BatcherStore:
         changes_of_sequences: Sequence[SequenceChange] = (),
         freed: Sequence[SlotFreed] = (),
         is_body_in_use: Callable[[str], bool] = lambda name: False,
-    ) -> EntryChanges:
-        """Answer requests that are not dispatched, and remove the entries in `emptied` without an answer.
+    ) -> PreparedRefusal:
+        """Prepare to answer requests that are not dispatched, and to remove the entries in `emptied` without
+        an answer. It is apart from `refuse`, because for thousands of requests each of them takes some ms.
 
         One script: the caller bounds what it gives. The rest of an entry is put back. `freed`: what processes
         of a bound model are told. `is_body_in_use`: whether another request has a stored body, which is not
-        deleted then. Raises NotActiveError.
+        deleted then.
         """
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
@@ -351,12 +360,11 @@ class BatcherStore:
         script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.tickets)
         if self.name:
             script_keys.keys.append(self.keys.batcher)
-        remaining: list[list[list[Run]]] = []
+        put_back: dict[Entry, list[list[Run]]] = {}
         groups: list[Group] = []
         for entry, of_entry in by_entry.items():
             refused = frozenset(refusal.run for refusal in of_entry)
-            parts = _parts_to_put_back(entry, refused)
-            remaining.append(parts)
+            parts = put_back[entry] = _parts_to_put_back(entry, refused)
             answered = [refusal for refusal in of_entry if refusal.status != UNANSWERED]
             in_order = chain.from_iterable(map(_results_in_order, filter(_is_in_order, answered)))
             streams, in_lists = alike_groups(
@@ -375,10 +383,13 @@ class BatcherStore:
                 for process, sequence_id in freed
             ]
         )
-        replies = self._run_active(_REFUSE, script_keys.keys, args)
+        return PreparedRefusal(script_keys.keys, args, put_back)
 
+    def refuse(self, prepared: PreparedRefusal) -> EntryChanges:
+        """Run the script. Raises NotActiveError."""
+        replies = self._run_active(_REFUSE, prepared.keys, prepared.args)
         changes = EntryChanges([], [], [])
-        for entry, parts, (outcome, *part_ids) in zip(by_entry, remaining, replies, strict=True):
+        for (entry, parts), (outcome, *part_ids) in zip(prepared.put_back.items(), replies, strict=True):
             if outcome == b"PUT_BACK":
                 changes.put_back.append(_put_back(entry, parts, part_ids))
             else:

@@ -49,6 +49,7 @@ from carpool.wire.sequence_fields import (
     Decoded,
     divide_sequences,
     has_sequences,
+    place_in_sequence,
     read_end_sequences,
     split_names,
 )
@@ -149,7 +150,7 @@ def decode_in_pieces(
             return entry, [request]
         decoded = [request]
     if has_sequences(decoded):
-        decoded = divide_sequences(decoded, were_put_back=is_put_back)
+        decoded = yield from divide_sequences(decoded, were_put_back=is_put_back)
     decoded = _divide_long_runs(decoded, settings)
     entry.runs = [item for item in decoded if type(item) is Run]
     if arrival is not None and not is_put_back:
@@ -192,8 +193,10 @@ def refuse_oversized(
         f"{field.decode('utf-8', 'replace')}: the entry has {size_bytes} bytes; at most {MAX_PACKED_BYTES} "
         "are allowed"
     )
-    decoded: list[Decoded] = [refuse(entry, raw, name, InvalidArgumentError(detail))]
-    return entry, divide_sequences(decoded, were_put_back=False) if has_sequences(decoded) else decoded
+    decoded: list[Decoded] = []
+    refused = refuse(entry, raw, name, InvalidArgumentError(detail))
+    place_in_sequence(refused, 0, decoded, were_put_back=False)
+    return entry, decoded
 
 
 def _divide_long_runs(decoded: list[Decoded], settings: ModelSettings) -> list[Decoded]:

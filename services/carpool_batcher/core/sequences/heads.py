@@ -103,9 +103,14 @@ class Heads:
     def decide(self, now_us: int, idle_us: int) -> Iterator[Decided]:
         """As `Sequences.decide`."""
         yield from self._follow_events(now_us)
-        if self._end_long_idle(now_us, idle_us):
+        ended = 0
+        for ended, _ in enumerate(self._end_long_idle(now_us, idle_us), 1):
+            if not ended % ADVANCED_AT_ONCE:
+                yield self._pop_decided()
+        if ended:
             yield from self._follow_events(now_us)
-        self._records.mark_breaks()
+        for _ in self._records.mark_breaks():
+            yield self._pop_decided()
         yield self._pop_decided()
 
     def _pop_decided(self) -> Decided:
@@ -205,20 +210,18 @@ class Heads:
 
     # --- idle sequences ------------------------------------------------------------------------------------
 
-    def _end_long_idle(self, now_us: int, idle_us: int) -> bool:
+    def _end_long_idle(self, now_us: int, idle_us: int) -> Iterator[None]:
         """End the sequences that have been idle for `idle_us`, and the oldest broken ones if there are too
-        many of them. Whether there were any."""
-        ended = False
+        many of them; one at a time."""
         for sequence, waits in self._idle.pop_until(now_us - idle_us):
-            ended = True
             if waits:
                 self._refuse_stuck(sequence, idle_us)
             else:
                 self._end_idle(sequence)
+            yield
         for sequence in self._idle.pop_broken(max(self._space.begun_max, BROKEN_MIN)):
-            ended = True
             self._end_idle(sequence)
-        return ended
+            yield
 
     def _refuse_stuck(self, sequence: Sequence, idle_us: int) -> None:
         """Its requests wait for an index that did not come, or for a start."""

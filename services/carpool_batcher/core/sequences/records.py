@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run, SequencePart
@@ -15,6 +16,7 @@ from carpool_batcher.core.sequences.sequence import (
     ended_by_force,
 )
 
+MARKED_AT_ONCE: Final = 512  # sequences, in a piece
 _LAST_PLACE: Final = "9"  # after each place, also where the locale of Redis orders other characters
 
 
@@ -106,10 +108,13 @@ class Records:
         """Whether sequences changed since the last decision, or Redis is to be told something."""
         return bool(self.changed or self._changes)
 
-    def mark_breaks(self) -> None:
-        """Redis is to be told of the breaks that it does not know: all that are known are, in order."""
-        for marks in self._marks.values():
+    def mark_breaks(self) -> Iterator[None]:
+        """Redis is to be told of the breaks that it does not know: all that are known are, in order. In
+        pieces."""
+        for number, marks in enumerate(self._marks.values(), 1):
             self._changes.extend(sorted(marks, key=lambda mark: mark.part.place))
+            if not number % MARKED_AT_ONCE:
+                yield
         self._marks.clear()
 
     def pop_changes(self) -> list[SequenceChange]:
