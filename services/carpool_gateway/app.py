@@ -15,7 +15,7 @@ from carpool.keys import MODEL_NAME
 from carpool.prometheus import choose_encoder
 from carpool_gateway.answers import JSON_HEADER, HttpError, allow, http_error_of, method_not_allowed
 from carpool_gateway.exchange import Exchange, Handler
-from carpool_gateway.inference import Inference
+from carpool_gateway.inference import Inference, check_encoding
 from carpool_gateway.kept import IDEMPOTENCY, KeptRequests, is_later
 from carpool_gateway.keys import INFER, METRICS, Key, KeyRing
 from carpool_gateway.meter import GatewayMetrics
@@ -124,6 +124,12 @@ class Gateway:
                 return self._document(
                     exchange, "v2_health", self._answer_live if which == "live" else self._answer_ready
                 )
+            case ["v2", "models", "stats"]:
+                handler = self._document(exchange, "v2_stats", self._v2.all_statistics)
+                exchange.extra = exchange.extra or self._key_for(exchange, INFER)
+                return handler
+            case ["v2", "repository", "index"]:
+                return self._accept_index(exchange)
             case ["v2", "models", model, *rest]:
                 return self._route_v2(exchange, model, rest)
             case ["carpool", "v1", "models", model, "requests", name]:
@@ -158,6 +164,8 @@ class Gateway:
                 return self._document(exchange, "v2_config", self._v2.model_config, model)
             case ["ready"]:
                 return self._document(exchange, "v2_ready", self._v2.model_ready, model)
+            case ["stats"]:
+                return self._document(exchange, "v2_stats", self._v2.model_statistics, model)
             case ["infer"]:
                 _check_method(exchange, "POST")
                 if exchange.method == "OPTIONS":
@@ -167,6 +175,15 @@ class Gateway:
                 return self._v2.infer
             case _:
                 raise HttpError(404, "there is nothing here; docs/http.md lists what there is")
+
+    def _accept_index(self, exchange: Exchange) -> Handler:
+        _check_method(exchange, "POST")
+        if exchange.method == "OPTIONS":
+            return _options
+        check_encoding(exchange)
+        exchange.route = "v2_index"
+        exchange.extra = self._key_for(exchange, INFER)
+        return self._v2.repository_index
 
     def _document(self, exchange: Exchange, route: str, handler: Handler, model: str = "") -> Handler:
         """A document to GET: of a model for whoever may use it, others for everybody."""

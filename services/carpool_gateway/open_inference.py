@@ -7,17 +7,19 @@ row fails, the response is its error, and the other rows are withdrawn; so are a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.options import RequestOptions, read_options
 from carpool.client.producer import Producer
 from carpool.client.sinks import Envelope, Sink
-from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
+from carpool.errors import OK, CarpoolError, InternalError, InvalidArgumentError, NotFoundError
 from carpool.messages.results import ResultColumns
 from carpool.rows import Rows
+from carpool.wire.statistics import ModelStatistics
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError, http_error_of
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.exchange import Exchange
@@ -35,7 +37,11 @@ from carpool_gateway.oip.results import RowResult, join_results
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
 _SERVER_NAME: Final = "carpool"
+_MODELS_READ: Final = 16  # at a time: other clients need connections to Redis, too
 _ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
+
+
+_Read = TypeVar("_Read")
 
 
 class OpenInference:
@@ -72,6 +78,40 @@ class OpenInference:
         if not await self._catalog.is_ready(exchange.model):
             raise HttpError(503, f"no worker serves the model {exchange.model!r} now", headers=RETRY_AFTER)
         exchange.respond(200, JSON_HEADER, documents.model_ready(exchange.model))
+
+    async def model_statistics(self, exchange: Exchange) -> None:
+        """What became of the requests of a model."""
+        found = {exchange.model: await self._catalog.statistics(exchange.model)}
+        exchange.respond(200, JSON_HEADER, documents.model_statistics(found))
+
+    async def all_statistics(self, exchange: Exchange) -> None:
+        """The same of all models that the key (`extra`) is for."""
+        found = await self._of_each(exchange.extra, self._statistics_if_registered)
+        exchange.respond(200, JSON_HEADER, documents.model_statistics(dict(found)))
+
+    async def repository_index(self, exchange: Exchange) -> None:
+        """The states of all models that the key (`extra`) is for. Raises CarpoolErrors."""
+        await decompress(exchange, self._limits)
+        ready_only = documents.decode_index_request(exchange.body)
+        entries = await self._of_each(exchange.extra, self._catalog.index_entry)
+        exchange.respond(200, JSON_HEADER, documents.repository_index(entries, ready_only=ready_only))
+
+    async def _of_each(
+        self, key: Key, read: Callable[[str], Coroutine[Any, Any, _Read | None]]
+    ) -> list[_Read]:
+        """What is read of each model, in order; without those of which nothing is."""
+        names = [name for name in await self._producer.models() if key.is_for(name)]
+        found: list[_Read] = []
+        for start in range(0, len(names), _MODELS_READ):
+            together = await asyncio.gather(*map(read, names[start : start + _MODELS_READ]))
+            found += [of_model for of_model in together if of_model is not None]
+        return found
+
+    async def _statistics_if_registered(self, name: str) -> tuple[str, ModelStatistics] | None:
+        try:
+            return name, await self._catalog.statistics(name)
+        except (NotFoundError, InternalError):  # it was removed meanwhile, or what it declares cannot be read
+            return None
 
     # --- infer ---------------------------------------------------------------------------------------------
 
