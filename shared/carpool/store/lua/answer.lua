@@ -8,9 +8,9 @@
 --       5 result TTL (ms)  6 progress TTL (ms)  7 position that the worker starts next, '' for none
 --       8 how many starts of it there are then: the worker counts, so that a repeated call counts none twice
 --       9 time before, 10 in and 11 after the model, that these results took (us): see statistics.lua
---       12.. list of results: position in the batch, index in KEYS, kind, ranges of tickets or '', payload, '1' if it is
---           OK else '', time from arrival, time in the queue (us), and the changes of sequences (see sequence.lua), at
---           most one
+--       12.. list of results: position in the batch, index in KEYS, kind, ranges of tickets or '', payload, '1' if it
+--           is OK else '', time from arrival, time in the queue (us), and the changes of sequences (see sequence.lua),
+--           at most one
 -- Returns { 'ANSWERED', positions written now ... }
 --       | { 'FENCED' }   worker: it does not own the batch any more; nothing was written
 --       | { 'SETTLED' }  batcher: the batch was committed, or deleted by hand; nothing was written
