@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Final
 
 import structlog
 
 from carpool.errors import CarpoolError
 from carpool.keys import MODEL_NAME
-from carpool_gateway.answers import HttpError, allow, http_error_of, method_not_allowed
+from carpool_gateway.answers import JSON_HEADER, HttpError, allow, http_error_of, method_not_allowed
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.keys import ANYBODY, INFER, METRICS, Key, KeyRing
 from carpool_gateway.meter import GatewayMetrics
 from carpool_gateway.native_calls import NativeCalls
 from carpool_gateway.open_inference import OpenInference
+from carpool_gateway.openapi import document
 from carpool_gateway.probes import Probes
 from carpool_gateway.routes import NO_SCOPE, Place, Route, Router
 
@@ -26,8 +28,19 @@ _V2_MODEL: Final = "/v2/models/{model}"
 _V2_VERSION: Final = "/v2/models/{model}/versions/{version}"
 
 
-def routes_of(native: NativeCalls, v2: OpenInference, probes: Probes) -> Iterator[Route]:
-    """All routes of the gateway."""
+def routes_of(native: NativeCalls, v2: OpenInference, probes: Probes) -> list[Route]:
+    """All routes of the gateway, also that of the OpenAPI document, which describes them."""
+
+    def describe(exchange: Exchange) -> None:
+        exchange.respond(200, JSON_HEADER, described)
+
+    routes = [*_routes(native, v2, probes)]
+    routes.append(_get("/openapi.json", "openapi", NO_SCOPE, describe, "This document"))
+    described = document(routes, version("carpool"))
+    return routes
+
+
+def _routes(native: NativeCalls, v2: OpenInference, probes: Probes) -> Iterator[Route]:
     post_infer = ("POST", f"{_MODEL}/infer", "infer", INFER)
     yield Route(*post_infer, native.infer, "A body in, a result out")
     post_many = ("POST", f"{_MODEL}/infer_many", "infer_many", INFER)
