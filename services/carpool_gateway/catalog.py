@@ -61,7 +61,9 @@ class Catalog:
         does."""
         await self.model(name)
         key = Keys(name, self._prefix).statistics
-        return ModelStatistics.of(_texts(await self._links.call(key, ("HGETALL", key))))
+        flat = await self._links.call(key, ("HGETALL", key))
+        names = [name.decode("utf-8", "replace") for name in flat[::2]]
+        return ModelStatistics.of(dict(zip(names, flat[1::2], strict=True)))
 
     async def index_entry(self, name: str) -> IndexEntry | None:
         """The state of a model; None if it is not registered any more. Raises CarpoolErrors."""

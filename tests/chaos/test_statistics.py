@@ -133,4 +133,4 @@ def test_statistics_equal_the_outcomes(tmp_path: Path, seed: int) -> None:
         assert first["execution_count"] == sum(executions)
         sizes = [of_size["batch_size"] for of_size in batches]
         assert sum(map(int.__mul__, sizes, executions)) == first["inference_count"]
-        wait_until(lambda: stack.redis.hlen(KEYS.statistics) <= 8 + 4 * 32, description="the fields are few")
+        wait_until(lambda: stack.redis.hlen(KEYS.statistics) <= 2 + 32, description="the fields are few")

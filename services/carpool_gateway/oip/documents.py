@@ -128,18 +128,17 @@ def model_statistics(of_models: Mapping[str, ModelStatistics]) -> bytes:
 
 
 def _statistics(name: str, found: ModelStatistics) -> dict[str, Any]:
-    requests = sum(of_size.requests for of_size in found.batches)
     times = [
         sum(of_size.weighted_us(batches_us[at]) for of_size, batches_us in _times(found.batches))
         for at in range(3)
     ]
-    compute_input, compute_infer, compute_output = (_duration(requests, total_us) for total_us in times)
+    compute_input, compute_infer, compute_output = (_duration(found.requests, total_us) for total_us in times)
     responses = {"0": found.first_chunks, "1": found.later_chunks} if found.first_chunks.number else {}
     return {
         "name": name,
         "version": VERSION,
         "last_inference": found.last_us // 1000,
-        "inference_count": found.success.number,
+        "inference_count": found.requests,
         "execution_count": found.executions,
         "inference_stats": {
             "success": _duration(*found.success),

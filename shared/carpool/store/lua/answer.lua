@@ -47,8 +47,8 @@ for _ = 1, tonumber(take()) do
 end
 if succeeded > 0 then
   local now = redis.call('TIME')
-  count_succeeded(KEYS[5], succeeded, success_us, queue_us, now[1] .. string.format('%06d', now[2]))
-  count_batches(KEYS[5], succeeded, 1, ARGV[9], ARGV[10], ARGV[11])
+  local now_us = now[1] .. string.format('%06d', now[2])
+  count_batches(KEYS[5], succeeded, 1, success_us, queue_us, ARGV[9], ARGV[10], ARGV[11], now_us)
 end
 if failed > 0 then count_failed(KEYS[5], failed, fail_us) end
 if #arrived > 0 then release(KEYS[3], KEYS[4], arrived) end

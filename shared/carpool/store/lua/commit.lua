@@ -64,8 +64,7 @@ redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[10], '*', 'batch', ARGV[2], 'wo
   'compute_us', ARGV[6], 'executed', ARGV[7], 'waited_us', ARGV[8], 'overhead_us', ARGV[9],
   'settled_us', settled_us, unpack(more))
 if ARGV[13] ~= '0' then
-  count_succeeded(KEYS[7], ARGV[13], ARGV[14], ARGV[15], settled_us)
-  count_batches(KEYS[7], ARGV[13], 1, ARGV[18], ARGV[19], ARGV[20])
+  count_batches(KEYS[7], ARGV[13], 1, ARGV[14], ARGV[15], ARGV[18], ARGV[19], ARGV[20], settled_us)
 end
 if ARGV[16] ~= '0' then count_failed(KEYS[7], ARGV[16], ARGV[17]) end
 local arrived = {}

@@ -152,8 +152,7 @@ for r, request in ipairs(requests) do
 end
 
 if succeeded > 0 then
-  count_succeeded(KEYS[5], succeeded, success_us, queue_us, settled_us)
-  count_batches(KEYS[5], 1, succeeded, 0, infer_us, 0)
+  count_batches(KEYS[5], 1, succeeded, success_us, queue_us, 0, infer_us, 0, settled_us)
 end
 if failed > 0 then count_failed(KEYS[5], failed, fail_us) end
 if streamed_requests > 0 then
