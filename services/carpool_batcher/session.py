@@ -250,7 +250,7 @@ class Session:
         when that is answered: if this batcher ends before, the next one reads it."""
         withdrawn = self.scheduler.carry_out_withdrawals(now_us)
         for batch_id, first, run in withdrawn.cancelled:  # their worker learns of it with its next step
-            answers = list(_answers(first, run, *_WITHDRAWN))
+            answers = list(_answers(first, run, now_us, *_WITHDRAWN))
             self._observer.cancelled(self._answer_in_flight(batch_id, answers))
         refusals += withdrawn.refusals
         emptied += withdrawn.entries
@@ -347,10 +347,12 @@ class Session:
         by_batch: dict[str, list[tuple[int, Run]]] = {}
         for batch_id, first, run in expired:
             by_batch.setdefault(batch_id, []).append((first, run))
-        is_stepping = self.scheduler.kind is ModelKind.STEPPING
+        is_stepping, now_us = self.scheduler.kind is ModelKind.STEPPING, self._clock.now_us()
         expired_while = _EXPIRED_WHILE_STEPPING if is_stepping else _EXPIRED
         for batch_id, runs in by_batch.items():
-            answers = [answer for first, run in runs for answer in _answers(first, run, *expired_while)]
+            answers = [
+                answer for first, run in runs for answer in _answers(first, run, now_us, *expired_while)
+            ]
             answered = self._answer_in_flight(batch_id, answers)
             self._observer.expired(batch_id, runs, answered)
             self.scheduler.in_flight.answered(run for first, run in runs if first in (answered or ()))
@@ -450,17 +452,17 @@ _EXPIRED_WHILE_STEPPING: Final = (DEADLINE_EXCEEDED, "expired: its output was no
 _WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
 
 
-def _answers(first: int, run: Run, status: str, detail: str) -> Iterator[Answer]:
+def _answers(first: int, run: Run, now_us: int, status: str, detail: str) -> Iterator[Answer]:
     """The answers to a run in flight, whose first request is at position `first`."""
     of_each = zip(run.correlation_ids, tickets_of_each(run), strict=True)
-    content_type = answer_type(run.content_type, run.extra)
+    content_type, total_us = answer_type(run.content_type, run.extra), max(0, now_us - run.arrival_us)
     for position, (correlation_id, ticket) in enumerate(of_each, first):
         warnings = warnings_of(run.extra, run.content_type)
         result = Result(correlation_id, status, content_type, detail=detail, warnings=warnings)
         part, change = run.sequence, None
         if part is not None:
             change = SequenceChange(part, correlation_id, "broken", did_not_succeed(correlation_id))
-        yield Answer(position, Address(run.reply_to, ticket), result, change)
+        yield Answer(position, Address(run.reply_to, ticket), result, change, total_us)
 
 
 def _as_in_flight(batch: Batch) -> tuple[str, Dispatch, int]:

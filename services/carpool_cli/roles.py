@@ -125,14 +125,14 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "run scripts",
             "evalsha eval",
             "batcher report requests batches progress order tickets result replies body sequence sequences "
-            "inbox workers",
+            "inbox workers statistics",
         ),
         Grant("list the sequences that are kept when it takes over", "zrange", "sequences"),
         _Lua("lease"), _Lua("report"), _Lua("dispatch refuse put_back", "requests"), _Lua("refuse"),
         Grant("keep large bodies while their requests wait", "pexpire", "body"),
         _Lua("dispatch", "batches"), _Lua("inbox"),
         Grant("list the processes of a bound model that drain", "smembers", "draining"),
-        _Lua("dispatch"), _Lua("answer"),
+        _Lua("dispatch"), _Lua("answer"), _Lua("statistics"),
         Grant("count the chunks of streams in flight", "hget", "progress"),
         _Lua("answered"), _Lua("sequence"), _Lua("deliver ordering/order"),
     ),
@@ -150,7 +150,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "run scripts",
             "evalsha eval",
             "workers batches settled registration config progress dead dead_dropped order tickets result "
-            "replies body sequence sequences draining",
+            "replies body sequence sequences draining statistics",
         ),
         _Lua("join renew", "workers"), _Lua("join", "batches"), _Lua("renew"), _Lua("step", "result replies"),
         Grant("load large bodies", "getrange", "body"),
@@ -163,12 +163,13 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "progress",
             "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
         ),
-        _Lua("sequence"), _Lua("deliver ordering/order"),
+        _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("statistics"),
     ),
     "gateway": _grants(
         "gateway",
         _CONNECT, _CLUSTER, *_PRODUCE,
         Grant("read an operator's overrides of settings", "hgetall", "config"),
+        Grant("read what became of a model's requests", "hgetall", "statistics"),
         Grant("the script keep", "eval", "requests kept body"),
         Grant("whether a request was added before", "exists", "kept"),
         _Lua("keep"),
@@ -191,7 +192,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant(
             "remove its keys, and what remains of its requests and sequences",
             "del",
-            "registration config requests batches settled dead dead_dropped workers "
+            "registration config requests batches settled dead dead_dropped statistics workers "
             "order tickets result replies body progress sequence sequences inbox draining declared",
         ),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
@@ -216,6 +217,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "settled": keys.settled,
         "dead": keys.dead,
         "dead_dropped": keys.dead_dropped,
+        "statistics": keys.statistics,
         "registration": keys.registration,
         "config": keys.config,
         "workers": keys.workers,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from carpool.errors import InternalError
+from carpool.errors import InternalError, NotFoundError
 from carpool.keys import Keys
+from carpool.wire.statistics import ModelStatistics
 from carpool_gateway.links import Links
-from carpool_gateway.oip.documents import unknown_model
+from carpool_gateway.oip.documents import LOADING, READY, UNAVAILABLE, IndexEntry, unknown_model
 from carpool_gateway.oip.models import OfferedModel
 
 AGE_S_MAX: Final = 1.0  # of what is known of a model
@@ -54,6 +55,30 @@ class Catalog:
         await self.model(name)
         keys = Keys(name, self._prefix)
         return bool(await self._links.call(keys.workers, ("ZCARD", keys.workers)))
+
+    async def statistics(self, name: str) -> ModelStatistics:
+        """What became of the requests of a registered model, as all gateways tell it. Raises as `model`
+        does."""
+        await self.model(name)
+        key = Keys(name, self._prefix).statistics
+        flat = await self._links.call(key, ("HGETALL", key))
+        names = [name.decode("utf-8", "replace") for name in flat[::2]]
+        return ModelStatistics.of(dict(zip(names, flat[1::2], strict=True)))
+
+    async def index_entry(self, name: str) -> IndexEntry | None:
+        """The state of a model; None if it is not registered any more. Raises CarpoolErrors."""
+        try:
+            is_ready = await self.is_ready(name)
+        except NotFoundError:
+            return None
+        except InternalError as error:  # what is registered cannot be read
+            return IndexEntry(name, UNAVAILABLE, error.detail)
+        if is_ready:
+            return IndexEntry(name, READY)
+        keys = Keys(name, self._prefix)
+        if await self._links.call(keys.loading, ("EXISTS", keys.loading)):
+            return IndexEntry(name, LOADING, "a worker is loading it")
+        return IndexEntry(name, UNAVAILABLE, "no worker serves it now")
 
 
 def _texts(flat: list[bytes]) -> dict[str, str]:

@@ -24,7 +24,7 @@ _DURATIONS_US: Final = (
 
 ROUTES: Final = (
     "infer", "infer_many", "stream", "requests", "models", "v2_infer", "v2_model", "v2_config", "v2_ready",
-    "v2", "v2_health", "healthz", "readyz", "metrics", "none",
+    "v2_stats", "v2_index", "v2", "v2_health", "healthz", "readyz", "metrics", "openapi", "none",
 )  # fmt: skip
 
 

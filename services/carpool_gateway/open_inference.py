@@ -7,20 +7,22 @@ row fails, the response is its error, and the other rows are withdrawn; so are a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from importlib.metadata import version
-from typing import Any, Final
+from importlib import metadata
+from typing import Any, Final, TypeVar
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.options import RequestOptions, read_options
 from carpool.client.producer import Producer
 from carpool.client.sinks import Envelope, Sink
-from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
+from carpool.errors import OK, CarpoolError, InternalError, InvalidArgumentError, NotFoundError
 from carpool.messages.results import ResultColumns
 from carpool.rows import Rows
+from carpool.wire.statistics import ModelStatistics
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError, http_error_of
 from carpool_gateway.catalog import Catalog
-from carpool_gateway.exchange import Exchange
+from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.inference import check_encoding, decompress
 from carpool_gateway.keys import Key, now_s
 from carpool_gateway.limits import Limits
@@ -35,7 +37,11 @@ from carpool_gateway.oip.results import RowResult, join_results
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
 _SERVER_NAME: Final = "carpool"
+_MODELS_READ: Final = 16  # at a time: other clients need connections to Redis, too
 _ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
+
+
+_Read = TypeVar("_Read")
 
 
 class OpenInference:
@@ -49,7 +55,7 @@ class OpenInference:
         self._limits = limits
         self._default_timeout_s = default_timeout_s
         self._sink = _RowSink()
-        self._metadata = documents.server_metadata(_SERVER_NAME, version("carpool"))
+        self._metadata = documents.server_metadata(_SERVER_NAME, metadata.version("carpool"))
 
     # --- documents -----------------------------------------------------------------------------------------
 
@@ -59,32 +65,86 @@ class OpenInference:
 
     async def model_metadata(self, exchange: Exchange) -> None:
         """The inputs and outputs of a model."""
-        model = await self._catalog.model(exchange.model)
+        model = await self._model(exchange)
         exchange.respond(200, JSON_HEADER, documents.model_metadata(model))
 
     async def model_config(self, exchange: Exchange) -> None:
         """The settings of a model."""
-        model = await self._catalog.model(exchange.model)
+        model = await self._model(exchange)
         exchange.respond(200, JSON_HEADER, documents.model_config(model))
 
     async def model_ready(self, exchange: Exchange) -> None:
         """Whether a model can be used. Raises HttpError if it cannot."""
+        _check_version(exchange)
         if not await self._catalog.is_ready(exchange.model):
             raise HttpError(503, f"no worker serves the model {exchange.model!r} now", headers=RETRY_AFTER)
         exchange.respond(200, JSON_HEADER, documents.model_ready(exchange.model))
 
+    async def _model(self, exchange: Exchange) -> OfferedModel:
+        _check_version(exchange)
+        return await self._catalog.model(exchange.model)
+
+    # --- statistics, and the repository --------------------------------------------------------------------
+
+    async def model_statistics(self, exchange: Exchange) -> None:
+        """What became of the requests of a model."""
+        _check_version(exchange)
+        found = {exchange.model: await self._catalog.statistics(exchange.model)}
+        exchange.respond(200, JSON_HEADER, documents.model_statistics(found))
+
+    def all_statistics(self, exchange: Exchange, key: Key) -> Handler:
+        """The same of all models that the key is for."""
+        exchange.extra = key
+        return self._answer_all_statistics
+
+    async def _answer_all_statistics(self, exchange: Exchange) -> None:
+        found = await self._of_each(exchange.extra, self._statistics_if_registered)
+        exchange.respond(200, JSON_HEADER, documents.model_statistics(dict(found)))
+
+    def repository_index(self, exchange: Exchange, key: Key) -> Handler:
+        """The states of all models that the key is for. Raises HttpError."""
+        check_encoding(exchange)
+        exchange.extra = key
+        return self._answer_index
+
+    async def _answer_index(self, exchange: Exchange) -> None:
+        await decompress(exchange, self._limits)
+        ready_only = documents.decode_index_request(exchange.body)
+        entries = await self._of_each(exchange.extra, self._catalog.index_entry)
+        exchange.respond(200, JSON_HEADER, documents.repository_index(entries, ready_only=ready_only))
+
+    async def _of_each(
+        self, key: Key, read: Callable[[str], Coroutine[Any, Any, _Read | None]]
+    ) -> list[_Read]:
+        """What is read of each model, in order; without those of which nothing is."""
+        names = [name for name in await self._producer.models() if key.is_for(name)]
+        found: list[_Read] = []
+        for start in range(0, len(names), _MODELS_READ):
+            together = await asyncio.gather(*map(read, names[start : start + _MODELS_READ]))
+            found += [of_model for of_model in together if of_model is not None]
+        return found
+
+    async def _statistics_if_registered(self, name: str) -> tuple[str, ModelStatistics] | None:
+        try:
+            return name, await self._catalog.statistics(name)
+        except (NotFoundError, InternalError):  # it was removed meanwhile, or what it declares cannot be read
+            return None
+
     # --- infer ---------------------------------------------------------------------------------------------
 
-    def accept(self, exchange: Exchange, key: Key) -> None:
-        """Check what the headers say, before the body is read. Raises HttpError and CarpoolErrors."""
+    def accept(self, exchange: Exchange, key: Key) -> Handler:
+        """Check what the headers say, before the body is read; return the handler. Raises HttpError and
+        CarpoolErrors."""
+        _check_version(exchange)
         check_encoding(exchange)
         # Some clients send headers of their own names; these have the meaning that they have everywhere.
         options = options_of({name: of for name, of in exchange.headers.items() if name != b"accept"})
         key.set_tenant(options)
         exchange.extra = (key, options)
+        return self._infer
 
-    def infer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
-        """Send the rows; answer with their outputs. Raises CarpoolErrors."""
+    def _infer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+        """Send the rows; answer with their outputs."""
         model = self._catalog.known(exchange.model)
         channel = self._producer.channels.get(exchange.model)
         if model is None or channel is None or b"content-encoding" in exchange.headers:
@@ -164,6 +224,13 @@ class OpenInference:
 
     def _withdraw(self, name: str, target: Any) -> None:
         self._producer.packer.withdraw(name, target)
+
+
+def _check_version(exchange: Exchange) -> None:
+    """Raise NotFoundError if the path names a version that the model does not have."""
+    version = exchange.parameters.get("version")
+    if version is not None:
+        documents.check_version(exchange.model, version)
 
 
 _Target = tuple["_Rows", int]

@@ -128,6 +128,7 @@ class BatchReplica(ReplicaLoop[Item]):
     def _take_outcome(self, execution: Execution, outcome: OutcomeHeader, payload: Buffer) -> None:
         """The process has executed the first frame of this execution."""
         frame = execution.frames[0]
+        execution.executed_ns = time.monotonic_ns()
         try:
             self._log_raised(outcome.errors)
             self._codec.take_outcome(execution, frame, outcome, payload)

@@ -88,6 +88,9 @@ class Committer:
                 execution.overhead_us,
                 Failures(execution.failed(), execution.error),
                 execution.executed_by_producer(),
+                execution.input_us,
+                execution.output_us,
+                execution.counted_us,
             ),
             execution.run_results,
             execution.changes(),
@@ -123,11 +126,21 @@ class Committer:
 
     def _answer(self, execution: Execution, positions: list[int], starting: Start | None) -> None:
         addresses = addresses_of(execution.batch)
+        now_us = self._store.clock.now_us()
         answers = [
-            Answer(position, addresses[position], execution.results[position], execution.change(position))
+            Answer(
+                position,
+                addresses[position],
+                execution.results[position],
+                execution.change(position),
+                max(0, now_us - execution.batch.run_of(position).arrival_us),
+            )
             for position in positions
         ]
-        written = self._store.answer(self._member.name, execution.batch, answers, starting)
+        executed = Executed(execution.compute_us - execution.counted_us, output_us=execution.output_us)
+        written = self._store.answer(self._member.name, execution.batch, answers, starting, executed)
+        if written:
+            execution.counted_us = execution.compute_us
         execution.drop(set(positions) - written)  # a batcher answered them when their deadlines passed
         execution.answered_ahead |= written
 

@@ -7,6 +7,7 @@ that all succeeded are kept together; whatever concerns a single one of them sep
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,6 +89,8 @@ class Execution:
     waited_us: int = 0  # time in which it waited for the model process, undecoded or decoded
     input_us: int = 0  # time spent decoding
     compute_us: int = 0  # time spent in the model, over all frames
+    counted_us: int = 0  # what of it was counted with results that were answered ahead
+    executed_ns: int = 0  # when the last outcome came, by the monotonic clock; 0: none did
     overhead_us: int = 0  # for which these frames occupied the process beside that
     frames_executed: int = 0
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
@@ -119,6 +122,11 @@ class Execution:
     def start_at(self, now_us: int) -> None:
         """The model process is free for this batch now, by Redis's clock."""
         self.waited_us += max(0, now_us - self.ready_us)
+
+    @property
+    def output_us(self) -> int:
+        """The time since the last outcome came; 0 if none did."""
+        return (time.monotonic_ns() - self.executed_ns) // 1000 if self.executed_ns else 0
 
     @property
     def executed_together(self) -> int:

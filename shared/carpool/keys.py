@@ -78,6 +78,11 @@ class Keys:
         return self._of("dead_dropped")
 
     @property
+    def statistics(self) -> str:
+        """Hash: what became of the model's requests, in counters (`statistics.lua`)."""
+        return self._of("stats")
+
+    @property
     def registration(self) -> str:
         """Hash: what the workers registered (`carpool:{MODEL}:model`)."""
         return self._of("model")

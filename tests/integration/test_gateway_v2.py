@@ -6,12 +6,18 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
+from unittest.mock import MagicMock
 
+import msgspec
 import numpy as np
 import pytest
 
 from carpool.keys import Keys
+from carpool_gateway.app import routes_of
+from carpool_gateway.openapi import ANY, CONTENTS
+from carpool_gateway.routes import Router
+from carpool_gateway.schemas import Error
 from support.http import Answer, Connection, call, request
 from support.models.plain import GATE_S
 from support.oip import with_binary
@@ -19,6 +25,7 @@ from support.stack import Service, Stack
 from support.waiting import wait_until
 
 NOOP: Final = "/v2/models/Noop/infer"
+ROUTER: Final = Router(routes_of(*[cast(Any, MagicMock())] * 3))
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +198,117 @@ def test_settings_that_an_operator_overrides_are_shown(gateway: Service, shared:
         lambda: call(gateway.url, "GET", "/v2/models/Rows/config").json["max_batch_size"] == 16,
         description="the gateway shows it",
     )
+
+
+# --- statistics, the repository, and what describes all of this ---------------------------------------------
+
+
+def statistics(gateway: Service, model: str) -> dict[str, Any]:
+    (found,) = call(gateway.url, "GET", f"/v2/models/{model}/stats").json["model_stats"]
+    assert (found["name"], found["version"]) == (model, "1")
+    return dict(found)
+
+
+def test_statistics_count_rows(gateway: Service, shared: Stack) -> None:
+    before = statistics(gateway, "Faulty")
+    assert infer(gateway, "Faulty", bodies("1", "2", "3")).code == 200
+    assert infer(gateway, "Faulty", bodies('"raise"')).code == 500
+    after = statistics(gateway, "Faulty")
+    requests = after["inference_stats"]
+    gained = {name: requests[name]["count"] - before["inference_stats"][name]["count"] for name in requests}
+    assert gained == {
+        "success": 3, "fail": 1, "queue": 3, "compute_input": 3, "compute_infer": 3, "compute_output": 3,
+        "cache_hit": 0, "cache_miss": 0,
+    }  # fmt: skip
+    assert after["inference_count"] == before["inference_count"] + 3
+    assert after["last_inference"] >= before["last_inference"]
+    assert requests["success"]["ns"] >= requests["queue"]["ns"] + requests["compute_infer"]["ns"]
+    other = shared.gateway()
+    assert statistics(other, "Faulty") == after
+    assert call(other.url, "GET", "/v2/models/Faulty/versions/1/stats").json["model_stats"] == [after]
+    everything = call(other.url, "GET", "/v2/models/stats").json["model_stats"]
+    assert {of_model["name"] for of_model in everything} == set(shared.models())
+    assert after in everything
+    other.kill()
+
+
+def test_statistics_of_no_model(gateway: Service) -> None:
+    assert call(gateway.url, "GET", "/v2/models/NONE/stats").code == 404
+    assert call(gateway.url, "GET", "/v2/models/Noop/versions/2/stats").code == 404
+    assert call(gateway.url, "POST", "/v2/models/stats").headers["allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"ready":true}', b'{"ready":false}'])
+def test_index_of_the_repository(gateway: Service, shared: Stack, body: bytes) -> None:
+    found = call(gateway.url, "POST", "/v2/repository/index", body).json
+    expected = {"version": "1", "state": "READY", "reason": ""}
+    assert sorted(found, key=lambda entry: str(entry["name"])) == [
+        {"name": name, **expected} for name in sorted(shared.models())
+    ]
+
+
+def test_index_has_models_that_nobody_serves(gateway: Service, shared: Stack) -> None:
+    shared.redis.sadd("carpool:models", "Gone", "Coming", "Forgotten")
+    for name in ("Gone", "Coming"):
+        shared.redis.hset(Keys(name).registration, "model", name)
+    shared.redis.hset(Keys("Coming").loading, "worker", "w")
+    try:
+        found = call(gateway.url, "POST", "/v2/repository/index").json
+        ready = call(gateway.url, "POST", "/v2/repository/index", b'{"ready":true}').json
+    finally:
+        shared.redis.srem("carpool:models", "Gone", "Coming", "Forgotten")
+        shared.redis.delete(Keys("Gone").registration, Keys("Coming").registration, Keys("Coming").loading)
+    states = {entry["name"]: (entry["state"], bool(entry["reason"])) for entry in found}
+    assert states["Gone"] == ("UNAVAILABLE", True)
+    assert states["Coming"] == ("LOADING", True)
+    assert "Forgotten" not in states
+    assert {entry["name"] for entry in ready} == set(states) - {"Gone", "Coming"}
+
+
+@pytest.mark.parametrize("body", [b"[]", b'{"ready":1}', b"{", b'"ready"'])
+def test_index_refuses_what_is_no_request(gateway: Service, body: bytes) -> None:
+    answer = call(gateway.url, "POST", "/v2/repository/index", body)
+    assert (answer.code, answer.json["status"]) == (400, "INVALID_ARGUMENT")
+
+
+def test_answers_are_as_the_openapi_document_says(gateway: Service) -> None:
+    document = call(gateway.url, "GET", "/openapi.json").json
+    tensor = {"name": "numbers", "datatype": "FP32", "shape": [1, 128], "data": [0.0] * 128}
+    sent = {
+        "/v2/models/{model}/infer": json.dumps({"inputs": [tensor]}).encode(),
+        "/v2/models/{model}/versions/{version}/infer": json.dumps({"inputs": [tensor], "id": "7"}).encode(),
+        "/v2/repository/index": b"{}",
+    }
+    for path, operations in document["paths"].items():
+        for method in operations:
+            place = path.format(model="Noop", version="1", name="none")
+            answer = call(gateway.url, method.upper(), place, sent.get(path, b""))
+            content = CONTENTS[method.upper(), _name_of(path)]
+            media = content.responses.get(answer.code, {"application/json": Error})
+            kind = answer.headers.get("content-type", "").partition(";")[0]
+            assert not media or kind in media or ANY in media, (path, answer)
+            if media.get(kind) is not None:
+                decoded = msgspec.json.decode(answer.body, type=media[kind])
+                assert_same(answer.json, msgspec.to_builtins(decoded))
+            if path in sent:
+                assert answer.code == 200, answer
+
+
+def _name_of(path: str) -> str:
+    place = ROUTER.find(path.format(model="Noop", version="1", name="none"))
+    return next(iter(place.routes.values())).name
+
+
+def assert_same(document: Any, decoded: Any) -> None:
+    """The type has all that the document has; what it has besides was left out of that."""
+    if isinstance(document, dict):
+        for name, value in document.items():
+            assert name in decoded, name
+            assert_same(value, decoded[name])
+        assert not any(value for name, value in decoded.items() if name not in document)
+    elif isinstance(document, list):
+        assert len(document) == len(decoded)
+        for one, other in zip(document, decoded, strict=True):
+            assert_same(one, other)
+    else:
+        assert document == decoded

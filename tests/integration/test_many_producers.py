@@ -123,6 +123,7 @@ async def test_fifty_producers_ten_thousand_requests(stack: Stack) -> None:
         "carpool:{Hashing}:requests",
         "carpool:{Hashing}:batches",
         "carpool:{Hashing}:settled",
+        "carpool:{Hashing}:stats",
     }
     for service in stack.services:
         assert service.alive

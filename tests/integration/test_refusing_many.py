@@ -141,7 +141,7 @@ def test_a_batch_that_expires_is_answered_by_several_scripts(stack: Stack, link:
     ]
     link.scripts.clear()
     assert store.answer_in_flight(outcome.batches[0].batch_id, answers, TTL_MS) == set(range(count))
-    assert [keys - 4 for _, keys, _ in link.scripts] == [ANSWERS_MAX, ANSWERS_MAX, 1]
+    assert [keys - 5 for _, keys, _ in link.scripts] == [ANSWERS_MAX, ANSWERS_MAX, 1]
     assert stack.redis.exists(*map(KEYS.result, run.correlation_ids)) == count
     stack.redis.xtrim(KEYS.batches, 0)
     assert store.answer_in_flight(outcome.batches[0].batch_id, answers, TTL_MS) is None

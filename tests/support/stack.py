@@ -411,6 +411,7 @@ def fixed_keys(model: str) -> set[str]:
         keys.dead,
         keys.registration,
         keys.workers,
+        keys.statistics,
         "carpool:models",
     }
 

@@ -43,6 +43,7 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
         "carpool:{square}:sequence:s",
         "carpool:{square}:sequences",
         "carpool:{square}:settled",
+        "carpool:{square}:stats",
         "carpool:{square}:status",
         "carpool:{square}:tickets",
         "carpool:{square}:workers",

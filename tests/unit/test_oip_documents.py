@@ -9,6 +9,7 @@ import pytest
 
 from carpool.errors import NotFoundError
 from carpool.model_settings import ModelKind
+from carpool.wire.statistics import BatchStatistics, Durations, ModelStatistics
 from carpool.wire.tensors import TensorSpec
 from carpool_gateway.oip import documents
 from carpool_gateway.oip.models import OfferedModel
@@ -36,7 +37,7 @@ def test_server_metadata() -> None:
     found = parsed(documents.server_metadata("triton", "0.1.0"))
     assert (found["name"], found["version"]) == ("triton", "0.1.0")
     assert {"binary_tensor_data", "schedule_policy", "sequence(string_id)"} <= set(found["extensions"])
-    assert not {"statistics", "model_repository"} & set(found["extensions"])  # no routes serve these
+    assert {"statistics", "model_repository"} <= set(found["extensions"])
 
 
 def test_shapes_of_model_metadata_have_the_batch_first() -> None:
@@ -106,3 +107,38 @@ def test_errors() -> None:
     with pytest.raises(NotFoundError, match="version 2 is not found"):
         documents.check_version("m", "2")
     assert parsed(documents.model_ready("m")) == {"name": "m", "ready": True}
+
+
+def test_statistics_are_in_nanoseconds_and_add_up() -> None:
+    batches = [
+        BatchStatistics(2, 3, 6, 600, 60, 3, 30, 9, 5_000_999),
+        BatchStatistics(256, 2, 300, 3000, 30, 2, 20, 4, 4_000_000),
+    ]
+    streams = {"first_chunks": Durations(2, 20), "later_chunks": Durations(8, 40)}
+    (found,) = parsed(
+        documents.model_statistics({"m": ModelStatistics(Durations(1, 7), batches, **streams)})
+    )["model_stats"]
+    assert (found["name"], found["version"], found["last_inference"]) == ("m", "1", 5000)
+    assert (found["inference_count"], found["execution_count"]) == (306, 5)
+    assert found["inference_stats"] == {
+        "success": {"count": 306, "ns": 3_600_000},
+        "fail": {"count": 1, "ns": 7000},
+        "queue": {"count": 306, "ns": 90_000},
+        "compute_input": {"count": 306, "ns": (6 + 300) * 1000},
+        "compute_infer": {"count": 306, "ns": (60 + 3000) * 1000},
+        "compute_output": {"count": 306, "ns": (18 + 600) * 1000},
+        "cache_hit": {"count": 0, "ns": 0},
+        "cache_miss": {"count": 0, "ns": 0},
+    }
+    sizes = [(of["batch_size"], of["compute_infer"]) for of in found["batch_stats"]]
+    assert sizes == [(2, {"count": 3, "ns": 30_000}), (256, {"count": 2, "ns": 20_000})]
+    chunks = {index: of["success"] for index, of in found["response_stats"].items()}
+    assert chunks == {"0": {"count": 2, "ns": 20_000}, "1": {"count": 8, "ns": 40_000}}
+
+
+def test_statistics_that_were_never_counted_or_cannot_be_read_are_0() -> None:
+    spoiled = {"fail": b"x", "batches:1": b"short", "batches:0": bytes(64), "batches:2": b"\xff" * 64}
+    assert ModelStatistics.of({}) == ModelStatistics.of(spoiled) == ModelStatistics(Durations(), [])
+    (found,) = parsed(documents.model_statistics({"m": ModelStatistics()}))["model_stats"]
+    assert (found["last_inference"], found["batch_stats"], found["response_stats"]) == (0, [], {})
+    assert all(of == {"count": 0, "ns": 0} for of in found["inference_stats"].values())

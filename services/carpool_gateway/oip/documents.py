@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from carpool.errors import NotFoundError
 from carpool.messages.requests import PRIORITY_DEFAULT, PRIORITY_LEVELS
 from carpool.model_settings import ModelKind
+from carpool.wire.statistics import BatchStatistics, Durations, ModelStatistics
 from carpool.wire.tensors import TensorSpec
+from carpool_gateway.oip.errors import ProtocolError
+from carpool_gateway.oip.json_text import parse
 from carpool_gateway.oip.models import VERSION, OfferedModel, shown_shape
 
 PLATFORM: Final = "carpool"
@@ -17,11 +21,24 @@ EXTENSIONS: Final = (  # those that the gateway serves, and no others
     "binary_tensor_data",
     "classification",
     "model_configuration",
+    "model_repository",
     "parameters",
     "schedule_policy",
     "sequence",
     "sequence(string_id)",
+    "statistics",
 )
+READY: Final = "READY"
+UNAVAILABLE: Final = "UNAVAILABLE"
+LOADING: Final = "LOADING"
+
+
+class IndexEntry(NamedTuple):
+    """A model in the index of the repository: its state, and why, if it is not READY."""
+
+    name: str
+    state: str
+    reason: str = ""
 
 
 def _encode(document: Any) -> bytes:
@@ -103,3 +120,85 @@ def model_config(model: OfferedModel) -> bytes:
 def _tensor_config(spec: TensorSpec) -> dict[str, Any]:
     datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
     return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": spec.shape}
+
+
+def model_statistics(of_models: Mapping[str, ModelStatistics]) -> bytes:
+    """What became of the requests of models, by their names. Times are in nanoseconds."""
+    return _encode({"model_stats": [_statistics(name, found) for name, found in of_models.items()]})
+
+
+def _statistics(name: str, found: ModelStatistics) -> dict[str, Any]:
+    times = [
+        sum(of_size.weighted_us(batches_us[at]) for of_size, batches_us in _times(found.batches))
+        for at in range(3)
+    ]
+    compute_input, compute_infer, compute_output = (_duration(found.requests, total_us) for total_us in times)
+    responses = {"0": found.first_chunks, "1": found.later_chunks} if found.first_chunks.number else {}
+    return {
+        "name": name,
+        "version": VERSION,
+        "last_inference": found.last_us // 1000,
+        "inference_count": found.requests,
+        "execution_count": found.executions,
+        "inference_stats": {
+            "success": _duration(*found.success),
+            "fail": _duration(*found.fail),
+            "queue": _duration(*found.queue),
+            "compute_input": compute_input,
+            "compute_infer": compute_infer,
+            "compute_output": compute_output,
+            "cache_hit": _duration(0, 0),
+            "cache_miss": _duration(0, 0),
+        },
+        "response_stats": {index: _response(of_chunks) for index, of_chunks in responses.items()},
+        "batch_stats": [
+            {
+                "batch_size": of_size.size,
+                "compute_input": _duration(of_size.batches, of_size.input_us),
+                "compute_infer": _duration(of_size.batches, of_size.infer_us),
+                "compute_output": _duration(of_size.batches, of_size.output_us),
+            }
+            for of_size in found.batches
+        ],
+        "memory_usage": [],
+    }
+
+
+def _times(batches: Sequence[BatchStatistics]) -> list[tuple[BatchStatistics, tuple[int, int, int]]]:
+    return [(of_size, (of_size.input_us, of_size.infer_us, of_size.output_us)) for of_size in batches]
+
+
+def _duration(count: int, total_us: int) -> dict[str, int]:
+    return {"count": count, "ns": total_us * 1000}
+
+
+def _response(of_chunks: Durations) -> dict[str, Any]:
+    """The chunks of streams, which have no times of their own before and after the model."""
+    written, none = _duration(*of_chunks), _duration(0, 0)
+    around = _duration(of_chunks.number, 0)
+    return {
+        "compute_infer": written, "compute_output": around, "success": written, "fail": none,
+        "empty_response": none, "cancel": none,
+    }  # fmt: skip
+
+
+def repository_index(entries: Sequence[IndexEntry], *, ready_only: bool) -> bytes:
+    """The models, with their states."""
+    return _encode(
+        [
+            {"name": entry.name, "version": VERSION, "state": entry.state, "reason": entry.reason}
+            for entry in entries
+            if entry.state == READY or not ready_only
+        ]
+    )
+
+
+def decode_index_request(body: bytes) -> bool:
+    """Whether only models that are ready are wanted in the index. Raises ProtocolError."""
+    value = parse(body) if body.strip() else {}
+    if type(value) is not dict:
+        raise ProtocolError("the request: must be a JSON object")
+    ready = value.get("ready", False)
+    if type(ready) is not bool:
+        raise ProtocolError("ready: must be true or false")
+    return ready

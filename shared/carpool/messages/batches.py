@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -120,6 +121,10 @@ class Batch:
             starts.append(size)
             size += len(run.correlation_ids)
         self.starts, self.size = starts, size
+
+    def run_of(self, position: int) -> BatchedRun:
+        """The run of the request at this position. O(log runs)."""
+        return self.runs[bisect_right(self.starts, position) - 1]
 
     @cached_property
     def requests(self) -> list[BatchedRequest]:

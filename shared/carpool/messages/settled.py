@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from carpool.messages.requests import Producer
 
@@ -42,7 +42,11 @@ class ExecutedOf(NamedTuple):
 
 
 class Executed(NamedTuple):
-    """How a batch was executed: see `BatchSettled`. `requests`: how many the model executed together."""
+    """How a batch was executed: see `BatchSettled`. `requests`: how many the model executed together.
+
+    `input_us`: time to decode the bodies. `output_us`: time from the model's last outcome to the commit.
+    `counted_us`: what of `compute_us` the model's statistics have already, with results answered ahead.
+    """
 
     compute_us: int = 0
     requests: int = 0
@@ -50,6 +54,12 @@ class Executed(NamedTuple):
     overhead_us: int = 0
     failures: Failures = Failures()
     of_producers: Sequence[ExecutedOf] = ()
+    input_us: int = 0
+    output_us: int = 0
+    counted_us: int = 0
+
+
+NOT_EXECUTED: Final = Executed()
 
 
 class BatchSettled(NamedTuple):

@@ -51,7 +51,7 @@ _ADMIT: Final = Script("ordering/admit", after=(*DELIVER_IN_ORDER, "ordering/ent
 _DISPATCH: Final = Script(
     "dispatch", after=(*DELIVER_IN_ORDER, "ordering/enter", "put_back", "inbox", "answered")
 )
-_REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back", "sequence", "inbox"))
+_REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back", "sequence", "inbox", "statistics"))
 _MISSING: Final = Script("missing")
 
 SOUGHT_KEYS_MAX: Final = 900  # of a dispatch; beyond these, what was sent again is executed again
@@ -357,11 +357,12 @@ class BatcherStore:
         by_entry: dict[Entry, list[Refusal]] = {entry: [] for entry in emptied}
         for refusal in refusals:
             by_entry.setdefault(refusal.entry, []).append(refusal)
-        script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.tickets)
+        script_keys = ScriptKeys(self.keys.requests, self.keys.order, self.keys.tickets, self.keys.statistics)
         if self.name:
             script_keys.keys.append(self.keys.batcher)
         put_back: dict[Entry, list[list[Run]]] = {}
         groups: list[Group] = []
+        now_us = self.clock.now_us()
         for entry, of_entry in by_entry.items():
             refused = frozenset(refusal.run for refusal in of_entry)
             parts = put_back[entry] = _parts_to_put_back(entry, refused)
@@ -374,7 +375,10 @@ class BatcherStore:
             result_args += group_list_args(in_lists)
             names = [name for name in _body_names(of_entry) if not is_body_in_use(name)]
             bodies = [script_keys.index(self.keys.body(name)) for name in names]
-            groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
+            counted = _counted(answered, now_us)
+            groups.append(
+                [entry.id, *_put_back_args(entry, parts), *counted, *result_args, *list_args(bodies)]
+            )
         args = [result_ttl_ms, self.name, *group_list_args(groups)]
         args += change_args(self.keys, script_keys, changes_of_sequences)
         args += group_list_args(
@@ -506,6 +510,16 @@ def _body_names(refusals: Iterable[Refusal]) -> list[str]:
         if refusal.status != UNANSWERED:
             names += refusal.body_names if refusal.run is None else stored_names(refusal.run.bodies)
     return names
+
+
+def _counted(refusals: Iterable[Refusal], now_us: int) -> tuple[int, int]:
+    """How many requests are refused, and the time since their arrival (us), added up."""
+    number = total_us = 0
+    for refusal in refusals:
+        arrival_us = refusal.entry.arrival_us if refusal.run is None else refusal.run.arrival_us
+        number += len(refusal.correlation_ids)
+        total_us += len(refusal.correlation_ids) * max(0, now_us - arrival_us)
+    return number, total_us
 
 
 def _is_in_order(refusal: Refusal) -> bool:

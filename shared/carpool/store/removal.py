@@ -86,7 +86,7 @@ class Removal:
         streams = {"requests": keys.requests, "batches": keys.batches, "dead": keys.dead}
         fixed = {
             **streams, "model": keys.registration, "config": keys.config, "settled": keys.settled,
-            "workers": keys.workers, "dead_dropped": keys.dead_dropped,
+            "workers": keys.workers, "dead_dropped": keys.dead_dropped, "stats": keys.statistics,
         }  # fmt: skip
         commands: list[tuple[Argument, ...]] = [("XLEN", key) for key in streams.values()]
         commands += [("DEL", key) for key in fixed.values()]

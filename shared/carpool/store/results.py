@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Self
 
+from carpool.errors import OK
 from carpool.keys import Keys
 from carpool.messages.batches import Batch, BatchedRequest, tickets_of_each
 from carpool.messages.results import Result, ResultColumns, RunResults
 from carpool.messages.sequences import SequenceChange
+from carpool.messages.settled import NOT_EXECUTED, Executed
 from carpool.rows import Rows
 from carpool.store.arguments import Group, ScriptKeys, change_args, group_list_args
 from carpool.store.connection import Argument, Link, Script
@@ -37,7 +39,7 @@ PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
 # The files that every script that delivers results needs.
 DELIVER_IN_ORDER: Final = ("arguments", "deliver", "ordering/tickets", "ordering/order")
 
-_ANSWER: Final = Script("answer", after=("ownership", *DELIVER_IN_ORDER, "sequence"))
+_ANSWER: Final = Script("answer", after=("ownership", *DELIVER_IN_ORDER, "sequence", "statistics"))
 RELEASE: Final = Script("ordering/release", after=DELIVER_IN_ORDER)
 
 
@@ -79,13 +81,15 @@ class AlikeResults(NamedTuple):
 class Answer(NamedTuple):
     """One request's result ahead of its batch's commit; `position` is its place in the batch.
 
-    `change`: what it does to the request's sequence, if it is a part of one.
+    `change`: what it does to the request's sequence, if it is a part of one. `total_us`: the time since the
+    request's arrival, for the model's statistics.
     """
 
     position: int
     address: Address
     result: Result
     change: SequenceChange | None = None
+    total_us: int = 0
 
 
 class Start(NamedTuple):
@@ -127,18 +131,28 @@ def answer_ahead(
     answers: Sequence[Answer],
     starting: Start | None,
     result_ttl_ms: int,
+    executed: Executed = NOT_EXECUTED,
 ) -> set[int]:
     """Write results of some requests of a batch ahead of its commit, each once. A batcher has no `owner`.
 
+    `executed`: how these were executed, for the model's statistics.
     Returns the positions that were written: the others had been answered. Raises FencedError if `owner` does
     not own the batch any more, and, without an owner, SettledError.
     """
-    script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.tickets)
+    script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.tickets, keys.statistics)
     args: list[Argument] = ["batcher", batch_id, "", ""] if owner is None else ["worker", batch_id, *owner]
     args += [result_ttl_ms, PROGRESS_TTL_MS, *(starting or ("", ""))]
+    args += [executed.input_us, executed.compute_us, executed.output_us]
     args += group_list_args(
-        (position, *group, *change_args(keys, script_keys, () if change is None else (change,)))
-        for position, address, result, change in answers
+        (
+            position,
+            *group,
+            "1" if result.status == OK else "",
+            total_us,
+            result.queue_us,
+            *change_args(keys, script_keys, () if change is None else (change,)),
+        )
+        for position, address, result, change, total_us in answers
         for group in result_groups(keys, script_keys, [(address, result)])
     )
     outcome, *positions = link.run(_ANSWER, script_keys.keys, args)

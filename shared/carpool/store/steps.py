@@ -26,7 +26,7 @@ from carpool.store.worker import Progress
 from carpool.wire.batches import encode_dead_letter, encode_streamed, failures_fields
 from carpool.wire.results import encode_chunk, encode_chunk_envelope, encode_envelope, encode_result
 
-_STEP: Final = Script("step", after=("deliver",))
+_STEP: Final = Script("step", after=("deliver", "statistics"))
 _HAND_OVER: Final = Script("hand_over", after=("ownership",))
 _ARGS_BEFORE_FINALS: Final = 4  # of `step.lua`
 _HANDED_OVER_IDLE_MS: Final = 7 * 24 * 3600 * 1000  # longer than any lease
@@ -93,7 +93,7 @@ class StepStore:
         Raises CommandError with the code OOM if Redis is full, and one of the requests that go on has chunks.
         """
         keys = self._keys
-        script_keys = ScriptKeys(keys.batches, keys.settled, keys.dead, keys.progress(""))
+        script_keys = ScriptKeys(keys.batches, keys.settled, keys.dead, keys.progress(""), keys.statistics)
         finals: list[Argument] = []
         requests = [self._element(script_keys, finals, write) for write in writes]
         packed = msgpack.packb(requests, use_bin_type=False)  # Lua's cmsgpack does not know the type bin
@@ -131,12 +131,14 @@ class StepStore:
             dead = () if write.dead_letter is None else encode_dead_letter(write.dead_letter)
             failed = [] if result.status == OK else failures_fields(Failures({result.status: 1}, write.error))
             element += _ARGS_BEFORE_FINALS + len(finals), encode_streamed(write.streamed), dead, failed
+            element += max(0, self.clock.now_us() - run.arrival_us), result.queue_us
         return element
 
     def record_start(self, consumer: str, batch: Batch, number: int) -> None:
         """Record that a request takes a step alone; see `Start`. Raises FencedError."""
         owner = Owner(consumer, batch.epoch)
-        answer_ahead(self._link, self._keys, owner, batch.id, (), Start(0, number), batch.result_ttl_ms)
+        start = Start(0, number)
+        answer_ahead(self._link, self._keys, owner, batch.id, (), start, batch.result_ttl_ms)
 
     def chunks(self, batch_ids: Sequence[str]) -> list[Sequence[bytes]]:
         """The chunks that were written of each of these requests, oldest first, as they were kept."""

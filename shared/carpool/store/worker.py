@@ -7,11 +7,12 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Self
 
 from carpool.clock import RedisClock
+from carpool.errors import OK
 from carpool.keys import WORKERS_GROUP, Keys, models_key
 from carpool.messages.batches import Batch
 from carpool.messages.results import DeadLetter, Result, RunResults
 from carpool.messages.sequences import SequenceChange
-from carpool.messages.settled import Executed
+from carpool.messages.settled import NOT_EXECUTED, Executed
 from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.rows import Body, StoredBody
 from carpool.store.arguments import ScriptKeys, change_args, group_list_args, list_args
@@ -33,7 +34,7 @@ from carpool.store.results import (
 from carpool.wire.batches import decode_batch, encode_dead_letter, settled_fields
 from carpool.wire.registration import OPTIONAL_FIELDS
 
-_COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence"))
+_COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence", "statistics"))
 _RENEW: Final = Script("renew")
 _RECLAIM: Final = Script("reclaim")
 _JOIN: Final = Script("join")
@@ -103,7 +104,10 @@ class WorkerStore:
         self.keys = keys
         self.clock = clock or RedisClock()
         self._batches = keys.batches
-        self._commit_keys = (keys.batches, keys.settled), (keys.dead, keys.order, keys.tickets)
+        self._commit_keys = (
+            (keys.batches, keys.settled),
+            (keys.dead, keys.order, keys.tickets, keys.statistics),
+        )
 
     @property
     def declarations(self) -> Declarations:
@@ -257,13 +261,17 @@ class WorkerStore:
         batch: Batch,
         answers: Sequence[Answer],
         starting: Start | None,
+        executed: Executed = NOT_EXECUTED,
     ) -> set[int]:
         """Write results ahead of the commit, and record which request is executed next, alone.
+
+        `executed`: how these requests were executed.
 
         Returns the positions that were written: the others had been answered. Raises FencedError.
         """
         owner = Owner(consumer, batch.epoch)
-        return answer_ahead(self._link, self.keys, owner, batch.id, answers, starting, batch.result_ttl_ms)
+        ttl_ms = batch.result_ttl_ms
+        return answer_ahead(self._link, self.keys, owner, batch.id, answers, starting, ttl_ms, executed)
 
     def commit(
         self,
@@ -297,6 +305,8 @@ class WorkerStore:
             executed.requests, executed.waited_us, executed.overhead_us,
             SETTLED_ENTRIES_MAX, DEAD_LETTERS_MAX,
             " ".join([change.part.sequence_id for change in changes if change.outcome == "broken"]),
+            *_counted(batch, results, run_results, self.clock.now_us()),
+            executed.input_us, executed.compute_us - executed.counted_us, executed.output_us,
             len(left_out), *left_out, *list_args(settled_fields(executed)),
             len(body_keys), *body_keys,
         ]  # fmt: skip
@@ -309,6 +319,32 @@ class WorkerStore:
         if outcome == b"SETTLED_MORE":
             release(self._link, keys)
         return set(positions)
+
+
+def _counted(
+    batch: Batch,
+    results: Mapping[int, tuple[Address, Result]],
+    run_results: Sequence[RunResults],
+    now_us: int,
+) -> tuple[int, int, int, int, int]:
+    """What the model's statistics count of these results: how many are OK, their time from arrival, and that
+    in the queue; how many are errors, and their time from arrival (us, added up)."""
+    succeeded = success_us = queue_us = failed = fail_us = 0
+    for of_run in run_results:
+        number = len(of_run.positions)
+        succeeded += number
+        success_us += number * max(0, now_us - of_run.run.arrival_us)
+        queue_us += number * of_run.queue_us
+    for position, (_, result) in results.items():
+        total_us = max(0, now_us - batch.run_of(position).arrival_us)
+        if result.status == OK:
+            succeeded += 1
+            success_us += total_us
+            queue_us += result.queue_us
+        else:
+            failed += 1
+            fail_us += total_us
+    return succeeded, success_us, queue_us, failed, fail_us
 
 
 def _wrong_length(found_bytes: int, body: StoredBody) -> str:

@@ -18,4 +18,5 @@ values            values of other libraries in bodies: converted, or refused by 
 tensors           tensors in bodies
 registration      what a worker registers about its model
 report            what an active batcher publishes about itself
+statistics        what became of a model's requests, as scripts count it
 """

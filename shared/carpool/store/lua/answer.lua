@@ -3,12 +3,14 @@
 -- for one commit, and when a worker or model process may have died of a request. The requests are then executed one
 -- at a time: a finished result survives the next death, and the number of starts shows which request is the cause.
 --
--- KEYS  1 batches   2 progress of this batch   3 order   4 tickets   5.. the keys of results
+-- KEYS  1 batches   2 progress of this batch   3 order   4 tickets   5 statistics   6.. the keys of results
 -- ARGV  1 caller, 'worker' or 'batcher'  2 batch ID  3 consumer and  4 epoch ('' for a batcher)
 --       5 result TTL (ms)  6 progress TTL (ms)  7 position that the worker starts next, '' for none
 --       8 how many starts of it there are then: the worker counts, so that a repeated call counts none twice
---       9.. list of results: position in the batch, index in KEYS, kind, ranges of tickets or '', payload, and the
---           changes of sequences (see sequence.lua), at most one
+--       9 time before, 10 in and 11 after the model, that these results took (us): see statistics.lua
+--       12.. list of results: position in the batch, index in KEYS, kind, ranges of tickets or '', payload, '1' if it
+--           is OK else '', time from arrival, time in the queue (us), and the changes of sequences (see sequence.lua),
+--           at most one
 -- Returns { 'ANSWERED', positions written now ... }
 --       | { 'FENCED' }   worker: it does not own the batch any more; nothing was written
 --       | { 'SETTLED' }  batcher: the batch was committed, or deleted by hand; nothing was written
@@ -23,19 +25,32 @@ elseif not owns_batch(KEYS[1], ARGV[3], ARGV[2], ARGV[4]) then
 end
 
 redis.call('HDEL', KEYS[2], '') -- must be the first write: see deliver.lua
-local take = argument_reader(9)
+local take = argument_reader(12)
 local reply, arrived = { 'ANSWERED' }, {}
+local succeeded, success_us, queue_us, failed, fail_us = 0, 0, 0, 0, 0
 for _ = 1, tonumber(take()) do
   local position, key, kind, ranges, payload = take(), KEYS[tonumber(take())], take(), take(), take()
+  local is_ok, total_us, in_queue_us = take() ~= '', take(), take()
   local field = 'answered:' .. position
   local is_first = redis.call('HSETNX', KEYS[2], field, '1') == 1
   if is_first then
     take_result(arrived, ranges, key, kind, payload, ARGV[5])
     reply[#reply + 1] = tonumber(position)
+    if is_ok then
+      succeeded, success_us, queue_us = succeeded + 1, success_us + total_us, queue_us + in_queue_us
+    else
+      failed, fail_us = failed + 1, fail_us + total_us
+    end
   end
   local broken = change_sequences(take, is_first)
   if broken then redis.call('HSET', KEYS[2], field, 'broken ' .. broken) end
 end
+if succeeded > 0 then
+  local now = redis.call('TIME')
+  local now_us = now[1] .. string.format('%06d', now[2])
+  count_batches(KEYS[5], succeeded, 1, success_us, queue_us, ARGV[9], ARGV[10], ARGV[11], now_us)
+end
+if failed > 0 then count_failed(KEYS[5], failed, fail_us) end
 if #arrived > 0 then release(KEYS[3], KEYS[4], arrived) end
 if ARGV[7] ~= '' then redis.call('HSET', KEYS[2], 'started:' .. ARGV[7], ARGV[8]) end
 redis.call('PEXPIRE', KEYS[2], ARGV[6])

@@ -4,14 +4,17 @@
 -- A request that was answered ahead of the commit (see answer.lua) must not get a second result. If the caller did not
 -- leave all of these out, nothing is written: the reply names them, and the caller commits again without them.
 --
--- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 tickets   7.. the keys of results and
---       of stored bodies
+-- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 tickets   7 statistics
+--       8.. the keys of results and of stored bodies
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 number of requests  6 execution time (us)
 --       7 number of requests executed together  8 time that the batch waited for a model process (us)
 --       9 time for which it occupied the process beside its execution (us)
 --       10 maximum length of `settled`, 11 of `dead`
 --       12 IDs of the sequences that are broken, separated by spaces; without those that were answered ahead
---       13.. list of positions left out
+--       what the statistics count (see statistics.lua): 13 number of results that are OK, 14 their time from arrival,
+--       15 in the queue; 16 number of errors, 17 their time from arrival; 18 time before, 19 in and 20 after the model
+--       (us)
+--       21.. list of positions left out
 --           list of fields that the entry of `settled` has besides, if requests failed
 --           list of stored bodies to delete: index in KEYS
 --           list of results: index in KEYS, kind, ranges of tickets or '', payload
@@ -29,7 +32,7 @@
 -- GRANT worker progress hget hkeys del
 if not owns_batch(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return { 'FENCED' } end
 
-local take = argument_reader(13)
+local take = argument_reader(21)
 local left_out = {}
 for _ = 1, tonumber(take()) do left_out[take()] = true end
 local more = take_list(take)
@@ -60,6 +63,10 @@ end
 redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[10], '*', 'batch', ARGV[2], 'worker', ARGV[1], 'size', ARGV[5],
   'compute_us', ARGV[6], 'executed', ARGV[7], 'waited_us', ARGV[8], 'overhead_us', ARGV[9],
   'settled_us', settled_us, unpack(more))
+if ARGV[13] ~= '0' then
+  count_batches(KEYS[7], ARGV[13], 1, ARGV[14], ARGV[15], ARGV[18], ARGV[19], ARGV[20], settled_us)
+end
+if ARGV[16] ~= '0' then count_failed(KEYS[7], ARGV[16], ARGV[17]) end
 local arrived = {}
 for _ = 1, tonumber(take()) do
   local key, kind, ranges, payload = KEYS[tonumber(take())], take(), take(), take()

@@ -13,7 +13,7 @@
 -- This runs for each token, so all requests are one argument, and what can be done once for all of them is.
 --
 -- KEYS  1 batches   2 settled   3 dead   4 progress prefix (the key of batch ID ''; the ID is appended)
---       5.. lists and reply streams, stored bodies
+--       5 statistics   6.. lists and reply streams, stored bodies
 -- ARGV  1 consumer  2 maximum length of `settled`, 3 of `dead`  4 requests, a msgpack array  5.. final envelopes
 -- A request is an array:
 --       1 batch ID  2 epoch  3 index in KEYS of its list or reply stream  4 kind, 'list' or 'stream'  5 result TTL
@@ -27,6 +27,7 @@
 --       14 index in ARGV of its final envelope  15 what was streamed: see encode_streamed
 --       16 fields and values of its dead letter, empty if none
 --       17 those that its entry of `settled` has besides, if it failed
+--       18 its time from arrival, and 19 in the queue (us)
 -- Returns for each request its state, and the number of envelopes in its list, or of entries in its reply stream:
 --   WRITTEN   the chunks and the result are written
 --   FENCED    the consumer does not own the batch any more
@@ -42,7 +43,7 @@
 -- GRANT worker progress hmget hset hdel pexpire del
 local ID, EPOCH, TARGET, KIND, RESULT_TTL, WRITTEN, ENVELOPES, KEPT = 1, 2, 3, 4, 5, 6, 7, 8
 local TTL, COMPUTE_US, WAITED_US, BODIES, PASSED, FINAL, STREAMED, DEAD = 9, 10, 11, 12, 13, 14, 15, 16
-local FAILED = 17
+local FAILED, TOTAL_US, QUEUE_US = 17, 18, 19
 local requests = cmsgpack.unpack(ARGV[4])
 
 local epochs = {}  -- of the batches that the consumer owns, by ID
@@ -99,6 +100,24 @@ for r, request in ipairs(requests) do
 end
 
 local settled_us
+local succeeded, success_us, queue_us, infer_us, failed, fail_us = 0, 0, 0, 0, 0, 0
+local streamed_requests, streamed_chunks, first_us, later_us = 0, 0, 0, 0
+local function count(request)
+  if #(request[FAILED] or {}) > 0 then
+    failed, fail_us = failed + 1, fail_us + request[TOTAL_US]
+    return
+  end
+  succeeded, success_us = succeeded + 1, success_us + request[TOTAL_US]
+  queue_us, infer_us = queue_us + request[QUEUE_US], infer_us + request[COMPUTE_US]
+end
+
+local function count_streamed(streamed)
+  local chunks, first, later = string.match(streamed, '^(%d+) (%d+) ?(%d*)$')
+  if not chunks then return end
+  streamed_requests, streamed_chunks = streamed_requests + 1, streamed_chunks + chunks
+  first_us, later_us = first_us + first, later_us + (tonumber(later) or 0)
+end
+
 local function settle(request, streamed)
   local id = request[ID]
   redis.call('XACK', KEYS[1], 'workers', id)
@@ -109,6 +128,7 @@ local function settle(request, streamed)
     local now = redis.call('TIME')
     settled_us = now[1] .. string.format('%06d', now[2])
   end
+  count_streamed(streamed)
   redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'batch', id, 'worker', ARGV[1], 'size', 1,
     'compute_us', request[COMPUTE_US], 'executed', 0, 'waited_us', request[WAITED_US], 'settled_us', settled_us,
     'streamed', streamed, unpack(request[FAILED] or {}))
@@ -122,12 +142,21 @@ for r, request in ipairs(requests) do
   if states[r] == 'WRITTEN' and request[FINAL] then
     local dead = request[DEAD]
     settle(request, request[STREAMED])
+    count(request)
     if #dead > 0 then redis.pcall('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', unpack(dead)) end
     if not repeated[r] then
       for _, envelope in ipairs(request[ENVELOPES]) do write(request, envelope) end
     end
     write(request, ARGV[request[FINAL]])
   end
+end
+
+if succeeded > 0 then
+  count_batches(KEYS[5], 1, succeeded, success_us, queue_us, 0, infer_us, 0, settled_us)
+end
+if failed > 0 then count_failed(KEYS[5], failed, fail_us) end
+if streamed_requests > 0 then
+  count_streams(KEYS[5], streamed_requests, streamed_chunks, first_us, later_us)
 end
 
 -- The beginning of a msgpack array of n elements.

@@ -1,0 +1,217 @@
+"""The shapes of the JSON documents that the gateway takes and returns, as types of which schemas are made.
+
+The documents themselves are made elsewhere. Tests compare what the gateway returns with these types.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Scalar = str | int | float | bool
+
+
+class Error(msgspec.Struct):
+    """Why a request failed: a sentence, its status, and the correlation ID if it has one."""
+
+    error: str
+    status: str
+    correlation_id: str | None = None
+
+
+class Models(msgspec.Struct):
+    """The names of the registered models."""
+
+    models: list[str]
+
+
+class Accepted(msgspec.Struct):
+    """A request whose result comes later, under the path `location`."""
+
+    status: Literal["ACCEPTED"]
+    correlation_id: str
+    location: str
+
+
+class Health(msgspec.Struct):
+    """Whether the gateway works, and whether it can serve."""
+
+    live: bool
+    ready: bool
+
+
+class ServerMetadata(msgspec.Struct):
+    """What the server is."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(msgspec.Struct):
+    """A tensor; the first size is the batch, and -1 may be any."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(msgspec.Struct):
+    """The inputs and outputs of a model."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class TensorConfig(msgspec.Struct):
+    """A tensor without its batch."""
+
+    name: str
+    data_type: str
+    dims: list[int]
+
+
+class ModelConfig(msgspec.Struct):
+    """The settings of a model, in Triton's words."""
+
+    name: str
+    platform: str
+    backend: str
+    version_policy: dict[str, Any]
+    max_batch_size: int
+    input: list[TensorConfig]
+    output: list[TensorConfig]
+    model_transaction_policy: dict[str, bool]
+    dynamic_batching: dict[str, Any] | None = None
+    sequence_batching: dict[str, Any] | None = None
+
+
+class ModelReady(msgspec.Struct):
+    """That a model can be used."""
+
+    name: str
+    ready: Literal[True]
+
+
+class InputTensor(msgspec.Struct):
+    """A tensor of a request; its data are here, or follow the JSON document."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: dict[str, Scalar] = {}
+    data: list[Any] | None = None
+
+
+class RequestedOutput(msgspec.Struct):
+    """An output that is wanted."""
+
+    name: str
+    parameters: dict[str, Scalar] = {}
+
+
+class InferRequest(msgspec.Struct):
+    """Tensors whose first size is the batch."""
+
+    inputs: list[InputTensor]
+    id: str = ""
+    parameters: dict[str, Scalar] = {}
+    outputs: list[RequestedOutput] = []
+
+
+class OutputTensor(msgspec.Struct):
+    """A tensor of a response; its data are here, or follow the JSON document."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: dict[str, Scalar] = {}
+    data: list[Any] | None = None
+
+
+class InferResponse(msgspec.Struct):
+    """The outputs of all rows, joined."""
+
+    model_name: str
+    model_version: str
+    outputs: list[OutputTensor]
+    id: str = ""
+
+
+class Duration(msgspec.Struct):
+    """How often something was done, and the nanoseconds that it took together."""
+
+    count: int
+    ns: int
+
+
+class InferenceStatistics(msgspec.Struct):
+    """Requests, and how long they took."""
+
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+    cache_hit: Duration
+    cache_miss: Duration
+
+
+class ResponseStatistics(msgspec.Struct):
+    """Chunks of streams."""
+
+    compute_infer: Duration
+    compute_output: Duration
+    success: Duration
+    fail: Duration
+    empty_response: Duration
+    cancel: Duration
+
+
+class BatchStatistics(msgspec.Struct):
+    """Batches of one size."""
+
+    batch_size: int
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class ModelStatistics(msgspec.Struct):
+    """What became of the requests of a model."""
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int
+    execution_count: int
+    inference_stats: InferenceStatistics
+    response_stats: dict[str, ResponseStatistics]
+    batch_stats: list[BatchStatistics]
+    memory_usage: list[Any]
+
+
+class Statistics(msgspec.Struct):
+    """Those of models."""
+
+    model_stats: list[ModelStatistics]
+
+
+class IndexRequest(msgspec.Struct):
+    """Which models are wanted: all, or those that are ready."""
+
+    ready: bool = False
+
+
+class IndexEntry(msgspec.Struct):
+    """A model, its state, and why it is not ready."""
+
+    name: str
+    version: str
+    state: Literal["READY", "LOADING", "UNAVAILABLE"]
+    reason: str
