@@ -326,6 +326,45 @@ ROWS: Final[dict[str, list[Panel]]] = {
             {"{{model}}": "sum by (model) (rate(carpool_state_bytes_total{M}[T]))"},
         ),
     ],
+    "What do HTTP clients get?": [
+        Panel(
+            "Answers by code",
+            "reqps",
+            "Of all gateways. 429: queues are full (start workers), or a key sends more than its rate. 499: "
+            "the client went away before. 503: no Redis, or too many bodies in memory; see /readyz. 504: no "
+            "result in time. 500: the model raised, or the gateway failed: its log says which.",
+            {"{{code}}": "sum by (code) (rate(carpool_gateway_requests_total[T]))"},
+            stacked=True,
+        ),
+        Panel(
+            "Time to answer",
+            "s",
+            "From the first byte of a request to the end of its answer, so a slow client counts, too. "
+            "Compare it with Request duration: the rest is spent in gateways. If that grows, they are short "
+            "of CPU: start more.",
+            {
+                f"p{share * 100:.0f} {{{{route}}}}": f"histogram_quantile({share}, "
+                "sum by (le, route) (rate(carpool_gateway_seconds_bucket[T])))"
+                for share in (0.5, 0.99)
+            },
+        ),
+        Panel(
+            "Connections of clients",
+            "short",
+            "Of each gateway. At --connections-max further ones are answered with 503. One gateway far above "
+            "the others: clients or the proxy before them do not spread their connections.",
+            {"{{instance}}": "sum by (instance) (carpool_gateway_connections)"},
+            width=4,
+        ),
+        Panel(
+            "Bodies held",
+            "bytes",
+            "Bodies that are read, or whose requests have no result, in each gateway. At --memory-bytes-max "
+            "further requests are answered with 503. Growing: results are late, or bodies are large.",
+            {"{{instance}}": "sum by (instance) (carpool_gateway_body_bytes)"},
+            width=4,
+        ),
+    ],
     "Which requests fail, and why?": [
         Panel(
             "Results by status",

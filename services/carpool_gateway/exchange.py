@@ -82,8 +82,10 @@ class Exchange:
         self.extra: Any = None
 
     def take(self, size: int) -> None:
-        """Count bytes of the body, beyond those that came. Raises HttpError if the gateway holds too many."""
-        self.connection.take(self, size)
+        """Count bytes of the body, beyond those that came. Raises HttpError if the gateway holds too many.
+        Does nothing if the client has gone: nobody would release them."""
+        if not self.is_gone:
+            self.connection.take(self, size)
 
     def header(self, name: bytes) -> str:
         """A header's value; empty if there is none."""

@@ -53,18 +53,21 @@ class KeptRequests:
             )
         asked.key.count(1, now_s())
         await decompress(exchange, self._limits)
+        if exchange.is_gone:
+            return  # and its body with it
+        body = exchange.body  # which the exchange has no longer if its client goes away meanwhile
         keys, name = Keys(asked.model, self._producer.prefix), _name_of(exchange, asked.key)
         fields = {
             **asked.fields,
             "content_type": asked.content_type,
             "expiration": max(1, round(asked.timeout_s * 1000)),
         }
-        fingerprint = _fingerprint(asked, exchange.body)
+        fingerprint = _fingerprint(asked, body)
         known_ms = (
             round(asked.timeout_s * 1000) + (await self._catalog.model(asked.model)).settings.result_ttl_ms
         )
         earlier = await self._links.call(
-            keys.requests, keep_command(keys, name, fingerprint, known_ms, fields, exchange.body)
+            keys.requests, keep_command(keys, name, fingerprint, known_ms, fields, body)
         )
         exchange.connection.release(exchange)  # Redis has the body
         if earlier is not None and earlier != fingerprint:

@@ -26,7 +26,11 @@ from redis import Redis
 from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool_batcher.meter import BatcherMetrics
+from carpool_gateway.limits import Limits
+from carpool_gateway.meter import GatewayMetrics
+from carpool_gateway.server import Server
 from carpool_worker.meter import WorkerMetrics
+from support.http import call
 from support.models.stepping import SLOTS
 from support.stack import Service, Stack, wait_for
 from support.waiting import wait_until
@@ -96,11 +100,18 @@ def test_each_panel_has_a_description_and_its_own_place() -> None:
             assert panel["datasource"]["uid"] == "${datasource}"
 
 
+def _gateway_metrics() -> GatewayMetrics:
+    """Those of a gateway that listens."""
+    metrics = GatewayMetrics()
+    metrics.server = Server(None, Limits(), "")  # type: ignore[arg-type]  # which serves nothing
+    return metrics
+
+
 def test_dashboard_and_alerts_use_existing_metrics() -> None:
     """The dashboard also shows each of Carpool's metrics, except for the build information."""
     families = [
         family
-        for metrics in (BatcherMetrics(), WorkerMetrics(MODEL))
+        for metrics in (BatcherMetrics(), WorkerMetrics(MODEL), _gateway_metrics())
         for family in metrics.registry.collect()
         if family.name.startswith("carpool_")
     ]
@@ -179,6 +190,17 @@ CASES: Final[dict[str, tuple[dict[str, str], dict[str, str]]]] = {
             'carpool_requests_total{model="m",status="INVALID_ARGUMENT",reason="input"}': "0+90x9",
         },
     ),
+    "CarpoolGatewayErrors": (
+        {
+            'carpool_gateway_requests_total{instance="i",route="infer",code="200"}': "0+90x9",
+            'carpool_gateway_requests_total{instance="i",route="infer",code="504"}': "0+10x9",
+        },
+        {
+            'carpool_gateway_requests_total{instance="i",route="infer",code="200"}': "0+90x9",
+            'carpool_gateway_requests_total{instance="i",route="infer",code="429"}': "0+90x9",
+            'carpool_gateway_requests_total{instance="i",route="infer",code="501"}': "0+90x9",
+        },
+    ),
 }  # fmt: skip
 
 
@@ -219,11 +241,16 @@ def test_each_alert_fires_only_for_its_cause(tmp_path: Path) -> None:
 # --- with Prometheus ---------------------------------------------------------------------------------------
 
 
+def metrics_url(service: Service) -> str:
+    """Where its metrics are; a gateway serves them beside everything else."""
+    return service.url if service.name.startswith("gateway") else service.status_url
+
+
 class Prometheus:
     """A Prometheus server with our alerts, on a free port, which scrapes services several times a second."""
 
     def __init__(self, home: Path, services: list[Service]) -> None:
-        targets = [service.status_url.removeprefix("http://") for service in services]
+        targets = [metrics_url(service).removeprefix("http://") for service in services]
         config = {
             "global": {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE, "evaluation_interval": "500ms"},
             "rule_files": [str(ALERTS)],
@@ -319,8 +346,9 @@ class MixedLoad:
     requests_per_interval = 12
     interval_s = 0.05
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, gateway: Service) -> None:
         self._keys = Keys(MODEL)
+        self._gateway_url = gateway.url
         self._redis: Any = Redis.from_url(stack.url, protocol=2)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mixed")
@@ -350,6 +378,8 @@ class MixedLoad:
                 only = {"sequence_id": f"{interval}.{number}", "sequence_start": 1, "sequence_end": 1}
                 pipeline.xadd(Keys(FOLDING).requests, {"body": body, "reply_to": "folded", **only})
             pipeline.execute()
+            for path in ("/carpool/v1/models", "/nothing"):
+                call(self._gateway_url, "GET", path)
             sent += self.requests_per_interval + (PACKED_REQUESTS if interval % 10 == 0 else 0)
             self.sent.append((time.monotonic(), sent))
 
@@ -390,14 +420,17 @@ def test_every_panel_shows_correct_values(stack: Stack, tmp_path: Path) -> None:
     writer = stack.worker(f"stepping.py:{WRITER}", *HTTP, ready=False)
     stack.wait_for_model(MODEL, workers=2)
     folding = stack.worker(f"stateful.py:{FOLDING}", *HTTP, ready=False)
+    gateway = stack.gateway()
     stack.wait_for_model(WRITER)
     stack.wait_for_model(FOLDING)
     of_sequences = queries("Do sequences go on?")
     of_streams = queries("Do streams flow?")
-    with running_prometheus(tmp_path / "prometheus", [batcher, *workers, writer, folding]) as prometheus:
+    with running_prometheus(
+        tmp_path / "prometheus", [batcher, *workers, writer, folding, gateway]
+    ) as prometheus:
         reclaim(stack, workers, tmp_path / "gate")
         stack.send(MODEL, body='"die"', reply_to="mixed")
-        with MixedLoad(stack) as load:
+        with MixedLoad(stack, gateway) as load:
             wait_until(
                 lambda: len(load.sent) * load.interval_s > WINDOW_S + 2,
                 description="the load has lasted longer than the window",
@@ -436,6 +469,7 @@ def wait_until_correct(panels: Callable[[], Panels | None], load: MixedLoad) -> 
             assert_correct(found, rate)
             assert_streams_correct(found, rate)
             assert_sequences_correct(found, rate)
+            assert_gateway_correct(found, rate)
         except AssertionError as error:
             wrong.append(error)
             return False
@@ -518,6 +552,18 @@ def assert_streams_correct(shown: dict[str, dict[tuple[str, ...], float]], sent_
     assert 0 < value("Steps: ") < 1.2 / STEP_S
     for title in ("Step", "Time between chunks", "Time to first chunk"):
         assert 0.01 <= value(f"{title}: p50 ") <= value(f"{title}: p99 ") < 5, title
+
+
+def assert_gateway_correct(shown: dict[str, dict[tuple[str, ...], float]], sent_per_second: float) -> None:
+    """In each interval one request is answered with 200 and one with 404."""
+    intervals_per_second = sent_per_second / (MixedLoad.requests_per_interval + PACKED_REQUESTS / 10)
+    codes = shown["Answers by code: {{code}}"]
+    assert codes[("404",)] == pytest.approx(intervals_per_second, rel=0.4)
+    assert codes[("200",)] >= codes[("404",)] * 0.9
+    times_s = {name: shown[f"Time to answer: {name} {{{{route}}}}"][("models",)] for name in ("p50", "p99")}
+    assert 0 < times_s["p50"] <= times_s["p99"] < 5
+    assert set(shown["Bodies held: {{instance}}"].values()) == {0.0}
+    assert min(shown["Connections of clients: {{instance}}"].values()) >= 1
 
 
 def assert_alerts(prometheus: Prometheus) -> None:

@@ -243,3 +243,23 @@ def test_redis_that_starts_again_is_waited_for(tmp_path: Path, gate: Path) -> No
             stack.server.restart()
             gate.touch()
             assert connection.answer().body == b'"a"'
+
+
+def test_a_request_whose_client_went_at_once_has_its_body(shared: Stack) -> None:
+    """Given a gateway that gets a request and the end of its connection together, and asks Redis for the
+    settings of the model in between, expect that the request is executed with its own body."""
+    gateway = shared.gateway()
+    bodies = {f"gone-{at}": b'"body of %d"' % at for at in range(5)}
+    url = gateway.url
+    gateway.freeze()
+    for key, body in bodies.items():
+        with Connection(url) as connection:
+            connection.send(request("POST", ECHO, body, Idempotency_Key=key))
+    gateway.thaw()
+    wait_until(
+        lambda: b'code="499",route="infer"} 5' in call(url, "GET", "/metrics").body,
+        description="the gateway has seen that they are gone",
+    )
+    for key, body in bodies.items():
+        answer = call(url, "POST", ECHO, body, Idempotency_Key=key)
+        assert (answer.code, answer.body) == (200, body)

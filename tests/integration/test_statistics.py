@@ -158,7 +158,7 @@ def test_refusals_count_once_and_only_where_the_entry_was_there(model: Model) ->
         )
         for of in (run, gone)
     ]
-    model.batcher.refuse(refusals, [], TTL_MS)
+    model.batcher.refuse(model.batcher.prepare_refusal(refusals, [], TTL_MS))
     found = model.statistics()
     assert (found.success.number, found.fail.number, found.batches) == (0, 2, [])
     assert AGE_US < found.fail.total_us < 2 * AGE_US_MAX

@@ -242,10 +242,10 @@ def fail_over(run: Run) -> None:
 
 def anything(run: Run) -> None:
     """One of the others that leave Redis's data alone, at random."""
-    run.random.choice(_MIXED)(run)
+    run.random.choice(MIXED)(run)
 
 
-_MIXED: Final = (
+MIXED: Final = (
     kill_batcher, freeze_batcher, kill_worker, freeze_worker, kill_model_process, kill_producer,
     kill_connections, flush_scripts, fill_memory, fill_disk, set_clocks,
 )  # fmt: skip

@@ -14,7 +14,20 @@ from pathlib import Path
 from typing import Final
 
 from support.chaos.faults import FAULTS, Fault
-from support.chaos.report import document, is_kept, progress, quoted, table
+from support.chaos.gateway_faults import GATEWAY_FAULTS, GatewayFault
+from support.chaos.gateway_run import GatewayOutcome
+from support.chaos.gateway_run import started as gateways_started
+from support.chaos.report import (
+    document,
+    gateway_progress,
+    gateway_table,
+    is_kept,
+    is_kept_by_gateways,
+    progress,
+    quoted,
+    table,
+    with_gateways,
+)
 from support.chaos.run import SPEC, Outcome, started
 
 ROOT: Final = Path(__file__).parents[3]
@@ -33,23 +46,41 @@ def carry_out(fault: Fault, home: Path, seed: int, times: int, spec: str = SPEC)
         return run.finish()
 
 
+def carry_out_with_gateways(fault: GatewayFault, home: Path, seed: int, times: int) -> GatewayOutcome:
+    """One run with gateways."""
+    with gateways_started(home, seed, servers=fault.servers, resends=fault.resends) as run:
+        for _ in range(times):
+            run.wait_for_load()
+            fault.inflict(run)
+        run.wait_for_load()
+        return run.finish_all()
+
+
 def main() -> int:
-    """Do the runs, and print the table. Returns 1 if a run did not keep what is promised."""
+    """Do the runs, and print the tables. Returns 1 if a run did not keep what is promised."""
+    names = "; ".join([*FAULTS, *GATEWAY_FAULTS])
     parser = argparse.ArgumentParser(
         prog="make chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", default="*", help="a pattern; the faults: " + "; ".join(FAULTS))
+    parser.add_argument("--faults", default="*", help=f"a pattern; the faults: {names}")
     parser.add_argument("--runs", type=int, default=RUNS, help=f"of each fault (default: {RUNS})")
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the next ones have the next")
     parser.add_argument("--times", type=int, help="that a fault is inflicted in a run")
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}; needs all faults")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help=f"write {DOCUMENT.name}, the tables of which all faults are chosen",
+    )
     options = parser.parse_args()
     chosen = fnmatch.filter(FAULTS, options.faults)
-    if not chosen:
+    of_gateways = fnmatch.filter(GATEWAY_FAULTS, options.faults)
+    is_whole = len(chosen) == len(FAULTS), len(of_gateways) == len(GATEWAY_FAULTS)
+    if not chosen and not of_gateways:
         parser.error(f"--faults: none is called {options.faults!r}")
-    if options.write and len(chosen) < len(FAULTS):
-        parser.error("--write needs all faults")
+    if options.write and not any(is_whole):
+        parser.error("--write needs all faults of a table")
     outcomes: dict[str, list[Outcome]] = {name: [] for name in chosen}
+    gateway_outcomes: dict[str, list[GatewayOutcome]] = {name: [] for name in of_gateways}
     are_kept = True
     for seed in range(options.seed, options.seed + options.runs):
         for name in chosen:
@@ -59,11 +90,23 @@ def main() -> int:
             outcomes[name].append(outcome)
             are_kept &= is_kept(name, outcome)
             print(progress(name, outcome, seed), file=sys.stderr, flush=True)
-    print("\n".join(table(outcomes)))
-    if options.write:
-        DOCUMENT.write_text(document(outcomes, f"{options.seed} to {options.seed + options.runs - 1}"))
+        for name in of_gateways:
+            with_gateway = GATEWAY_FAULTS[name]
+            times = options.times or with_gateway.times
+            with tempfile.TemporaryDirectory(prefix="carpool-chaos-") as home:
+                result = carry_out_with_gateways(with_gateway, Path(home), seed, times)
+            gateway_outcomes[name].append(result)
+            are_kept &= is_kept_by_gateways(name, result)
+            print(gateway_progress(name, result, seed), file=sys.stderr, flush=True)
+    print("\n".join([*table(outcomes), "", *gateway_table(gateway_outcomes)]))
+    seeds = f"{options.seed} to {options.seed + options.runs - 1}"
+    if options.write and is_whole[0]:
+        DOCUMENT.write_text(document(outcomes, seeds, DOCUMENT.read_text()))
         README.write_text(quoted(outcomes, README.read_text()))
         print(f"written: {DOCUMENT} and a part of it to {README}", file=sys.stderr)
+    if options.write and is_whole[1]:
+        DOCUMENT.write_text(with_gateways(gateway_outcomes, seeds, DOCUMENT.read_text()))
+        print(f"written: the part of {DOCUMENT} about gateways", file=sys.stderr)
     return 0 if are_kept else 1
 
 

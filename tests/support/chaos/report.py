@@ -8,10 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Final
 
+from support.chaos.client import CLIENTS
 from support.chaos.faults import FAULTS
+from support.chaos.gateway_faults import GATEWAY_FAULTS
+from support.chaos.gateway_run import GATEWAYS, GatewayOutcome
 from support.chaos.run import LEASE_S, PRODUCERS, Outcome
 
 Outcomes = Mapping[str, Sequence[Outcome]]  # by fault
+GatewayOutcomes = Mapping[str, Sequence[GatewayOutcome]]
 
 _HEAD: Final = """\
 # What happens when something fails
@@ -60,16 +64,106 @@ _QUOTED: Final = (
 _QUOTED_TABLE: Final = re.compile(r"^\| fault \|.*?(?=\n\n)", re.MULTILINE | re.DOTALL)
 
 
-def document(outcomes: Outcomes, seeds: str) -> str:
-    """The whole document."""
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    head = _HEAD.format(lease=LEASE_S, producers=PRODUCERS, machine=machine, seeds=seeds)
+_GATEWAY_TITLE: Final = "## Behind gateways\n"
+_GATEWAY_HEAD: Final = (
+    _GATEWAY_TITLE
+    + """
+Here {gateways} gateways are added, and beside the producers there are {clients} HTTP clients. They send
+bodies, bodies with an Idempotency-Key, also with `Prefer: respond-async`, and several lines in one call. What
+has a key is sent again, to another gateway, until it has a result, and sometimes although it has one. The
+model records each execution in a file.
+
+- sent again: calls beyond the first; refused: answers 429, 502, 503 and 504, before or instead of a result;
+  broken: the connection ended before the answer to a request without a key.
+- lost: no answer on an open connection, or with a key no result; misrouted: with a result of another request;
+  different: two results of one key; repeated: with a key, and executed more than once; failed: with any other
+  error. Lost, duplicated and misrouted requests of the producers are in the column for these.
+- left over: also bodies and connections that a gateway still holds when all clients have ended.
+
+Measured on {machine}; seeds {seeds}.
+
+"""
+)
+_GATEWAY_COLUMNS: Final = (
+    "fault", "runs", "requests of HTTP", "sent again", "refused", "broken", "lost", "misrouted", "different",
+    "repeated", "failed", "requests of producers", "wrong", "left over", "recovery, median", "worst", "bound",
+    "kept", "memory of a gateway",
+)  # fmt: skip
+
+
+def document(outcomes: Outcomes, seeds: str, before: str = "") -> str:
+    """The whole document. `before`: as it was, of which the part about gateways is kept."""
+    head = _HEAD.format(lease=LEASE_S, producers=PRODUCERS, machine=_machine(), seeds=seeds)
     notes = [
         "",
         "Rows in brackets are not covered by what [Carpool promises](../README.md#what-carpool-promises):",
         "there the table shows what was lost.",
     ]
-    return "\n".join([head + "\n".join(table(outcomes)), *notes, ""])
+    _, title, gateways = before.partition(_GATEWAY_TITLE)
+    return "\n".join([head + "\n".join(table(outcomes)), *notes, *([title + gateways] if title else [""])])
+
+
+def with_gateways(outcomes: GatewayOutcomes, seeds: str, before: str) -> str:
+    """The document with a new part about gateways. `before`: as it was."""
+    first, _, _ = before.partition(f"\n{_GATEWAY_TITLE}")
+    head = _GATEWAY_HEAD.format(gateways=GATEWAYS, clients=CLIENTS, machine=_machine(), seeds=seeds)
+    return "\n".join([first.rstrip("\n"), "", head + "\n".join(gateway_table(outcomes)), ""])
+
+
+def gateway_table(outcomes: GatewayOutcomes) -> Iterator[str]:
+    """The lines of the table of gateways."""
+    yield f"| {' | '.join(_GATEWAY_COLUMNS)} |"
+    yield "|---|" + "---:|" * (len(_GATEWAY_COLUMNS) - 1)
+    for name, of_fault in outcomes.items():
+        if of_fault:
+            yield f"| {' | '.join(_gateway_cells(name, of_fault))} |"
+
+
+def _gateway_cells(name: str, outcomes: Sequence[GatewayOutcome]) -> Iterator[str]:
+    reports = [outcome.of_clients for outcome in outcomes]
+    producers = [outcome.of_producers for outcome in outcomes]
+    recoveries_s = [seconds for outcome in producers for seconds in outcome.recoveries_s]
+    yield name
+    yield str(len(outcomes))
+    for kind in ("requests", "resent", "refused", "broken"):
+        yield f"{sum(getattr(report, kind) for report in reports):,}"
+    for kind in ("lost", "misrouted", "different", "repeated", "failed"):
+        yield f"{sum(len(getattr(report, kind)) for report in reports):,}"
+    yield f"{sum(outcome.report.accepted for outcome in producers):,}"
+    yield f"{sum(map(_wrong_of, producers)):,}"
+    yield f"{sum(len(outcome.left_over) for outcome in producers):,}"
+    yield _seconds(median(recoveries_s) if recoveries_s else None)
+    yield _seconds(max(recoveries_s, default=None))
+    yield _seconds(GATEWAY_FAULTS[name].bound_s)
+    yield "yes" if all(is_kept_by_gateways(name, outcome) for outcome in outcomes) else "no"
+    yield f"{max(outcome.memory_mib['gateway'] for outcome in producers):,.0f} MiB"
+
+
+def _wrong_of(outcome: Outcome) -> int:
+    report = outcome.report
+    return sum(map(len, (report.lost, report.duplicated, report.misrouted, report.unexpected)))
+
+
+def is_kept_by_gateways(name: str, outcome: GatewayOutcome) -> bool:
+    """Whether a run with gateways kept what is promised, and recovered in time."""
+    fault = GATEWAY_FAULTS[name]
+    is_in_time = max(outcome.of_producers.recoveries_s, default=0.0) <= fault.bound_s
+    return is_in_time and outcome.is_faultless(executes_once=fault.executes_once)
+
+
+def gateway_progress(name: str, outcome: GatewayOutcome, seed: int) -> str:
+    """A line for one run with gateways."""
+    verdict = "kept" if is_kept_by_gateways(name, outcome) else "NOT KEPT"
+    producers = outcome.of_producers
+    recoveries = ", ".join(map(_seconds, producers.recoveries_s)) or "-"
+    return (
+        f"{verdict}: {name}, seed {seed}: {outcome.of_clients}; producers: {producers.report}; "
+        f"left over: {', '.join(producers.left_over) or 'nothing'}; recovered in {recoveries}"
+    )
+
+
+def _machine() -> str:
+    return f"{platform.machine()}, Python {platform.python_version()}"
 
 
 def table(outcomes: Outcomes, columns: Sequence[str] = _COLUMNS) -> Iterator[str]:

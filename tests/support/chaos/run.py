@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from redis import RedisError
 
@@ -50,6 +50,8 @@ class Outcome(NamedTuple):
 
 class Run:
     """The stack during a run. `servers`: what its services and producers connect to."""
+
+    replies: ClassVar[str] = f"[^{HOSTILE[0]}]*"  # the reply streams of producers, as a pattern
 
     def __init__(self, servers: Servers, home: Path, seed: int, spec: str = SPEC) -> None:
         """`spec`: the argument of the workers."""
@@ -155,7 +157,7 @@ class Run:
         for producer in self.producers:
             producer.tell(checker)
         is_idle = _is_idle(self.stack)
-        collect(self.stack, MODEL, _WithoutProbes(checker), reply_to=f"[^{HOSTILE[0]}]*")
+        collect(self.stack, MODEL, _WithoutProbes(checker), reply_to=self.replies)
         left_over = [] if is_idle else ["requests that wait or are in flight"]
         left_over += sorted(self.stack.keys_without_ttl() - fixed_keys(MODEL) - {KEYS.config})
         if self.stack.pending(MODEL):
@@ -167,7 +169,7 @@ class Run:
         services = {"Redis": redis, "batcher": 0.0, "worker": 0.0}
         for service in [*self.batchers, *self.workers]:
             kind = "batcher" if service in self.batchers else "worker"
-            services[kind] = max(services[kind], _peak_mib(service.pid))
+            services[kind] = max(services[kind], peak_mib(service.pid))
         return services
 
 
@@ -191,7 +193,8 @@ def _is_idle(stack: Stack) -> bool:
     return True
 
 
-def _peak_mib(pid: int) -> float:
+def peak_mib(pid: int) -> float:
+    """The most memory that a process had; 0 of one that has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

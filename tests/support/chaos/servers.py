@@ -67,6 +67,15 @@ def behind_a_network(home: Path) -> Iterator[Servers]:
 
 
 @contextlib.contextmanager
+def beside_a_network(home: Path) -> Iterator[Servers]:
+    """A network to Redis that nobody uses but those who are told to."""
+    server = EmbeddedRedis()
+    environment: dict[str, dict[str, str]] = {role: {} for role in ROLES}
+    with Proxy(server.port) as proxy, Stack(home / "stack", server=server, environment=environment) as stack:
+        yield Servers(stack, stack.url, environment, proxy)
+
+
+@contextlib.contextmanager
 def with_a_sentinel(home: Path) -> Iterator[Servers]:
     """A primary and a replica. Producers, which know nothing of Sentinel, are led to the primary."""
     with ExitStack() as opened:

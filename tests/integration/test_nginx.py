@@ -1,0 +1,149 @@
+"""ops/nginx/carpool.conf: a real nginx before two gateways."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from carpool.lifecycle import command_that_dies_with_parent
+from support.http import Connection, call, request
+from support.stack import Service, Stack
+from support.waiting import wait_until
+
+CONFIGURATION: Final = Path(__file__).parents[2] / "ops/nginx/carpool.conf"
+ECHO: Final = "/carpool/v1/models/Echo/infer"
+MAIN: Final = """\
+{user}daemon off; worker_processes 1; pid {home}/nginx.pid; error_log {home}/error.log info;
+events {{ worker_connections 512; }}
+http {{
+  access_log off;
+  client_body_temp_path {home}/body; proxy_temp_path {home}/proxy; fastcgi_temp_path {home}/fastcgi;
+  uwsgi_temp_path {home}/uwsgi; scgi_temp_path {home}/scgi;
+  include {home}/carpool.conf;
+}}
+"""
+LOAD_CLIENTS: Final = 4
+
+
+def tool() -> str:
+    """The path of nginx. If missing, skip, or fail if CARPOOL_REQUIRED lists it."""
+    path = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+    if path is None:
+        missing = (
+            "nginx is missing; on Debian and Ubuntu: apt-get install --no-install-recommends nginx-light"
+        )
+        if "nginx" in os.environ.get("CARPOOL_REQUIRED", "").replace(",", " ").split():
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    tool()
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        stack.serve("plain.py:Echo", "stepping.py:Chain")
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def gateways(shared: Stack) -> list[Service]:
+    return [shared.gateway() for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def nginx(gateways: list[Service], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an nginx with the configuration, whose addresses are those of the test."""
+    home = tmp_path_factory.mktemp("nginx")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = "{}:{}".format(*free.getsockname())
+    text = CONFIGURATION.read_text().replace("127.0.0.1:8080", address)
+    for at, gateway in enumerate(gateways):
+        text = text.replace(f"127.0.0.1:{8000 + at}", gateway.url.removeprefix("http://"))
+    # As root, it would run as a user that may not write here.
+    user = "user root; " if os.getuid() == 0 else ""
+    (home / "carpool.conf").write_text(text)
+    (home / "nginx.conf").write_text(MAIN.format(home=home, user=user))
+    command = [tool(), "-c", str(home / "nginx.conf"), "-e", str(home / "error.log")]
+    process = subprocess.Popen(command_that_dies_with_parent(command), cwd=home)
+    try:
+        wait_until(lambda: _listens(address), description="nginx listens")
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def test_requests_pass_unchanged(nginx: str) -> None:
+    body = os.urandom(5_000_000)
+    answer = call(nginx, "POST", ECHO, body, Content_Type="application/octet-stream", X_Request_Id="mine")
+    assert (answer.code, answer.body, answer.headers["x-request-id"]) == (200, body, "mine")
+    with_key = call(nginx, "POST", ECHO, b"7", Idempotency_Key="pass", Carpool_Lane="left")
+    assert (with_key.code, with_key.body) == (200, b"7")
+    assert with_key.headers["x-request-id"], "nginx gives one to a request that has none"
+    refused = call(nginx, "POST", ECHO, b"{")
+    assert (refused.code, refused.json["status"]) == (400, "INVALID_ARGUMENT")
+    assert call(nginx, "GET", "/metrics").code == 404
+
+
+def test_events_are_not_held_back(nginx: str) -> None:
+    body = json.dumps({"length": 3, "step_s": 0.05}).encode()
+    with Connection(nginx) as connection:
+        connection.send(request("POST", "/carpool/v1/models/Chain/infer", body, Accept="text/event-stream"))
+        assert connection.answer(has_body=False).code == 200
+        parts = list(iter(connection.part, b""))
+    assert len(parts) == 4, "three chunks and the end, each by itself"
+
+
+def test_a_killed_gateway_fails_no_request_that_has_a_key(
+    nginx: str, gateways: list[Service], shared: Stack
+) -> None:
+    """Given clients that send requests with keys, one after another, expect that each has its result, though
+    a gateway is killed, and another one serves at its address later."""
+    stopping, codes, wrong = threading.Event(), [0] * LOAD_CLIENTS, list[str]()
+
+    def send(client: int) -> None:
+        while not stopping.is_set():
+            name = f"{client}-{codes[client]}"
+            answer = call(nginx, "POST", ECHO, json.dumps(name).encode(), Idempotency_Key=name)
+            if (answer.code, answer.body.decode()) != (200, json.dumps(name)):
+                wrong.append(f"{name}: {answer.code} {answer.body!r:.200}")
+            codes[client] += 1
+
+    def wait_for_more(number: int) -> None:
+        targets = [code + number for code in codes]
+        wait_until(
+            lambda: all(code >= target for code, target in zip(codes, targets, strict=True)) or wrong,
+            description="all clients have more results",
+        )
+
+    threads = [threading.Thread(target=send, args=(client,)) for client in range(LOAD_CLIENTS)]
+    for thread in threads:
+        thread.start()
+    try:
+        victim = gateways[0]
+        wait_for_more(10)
+        victim.kill()
+        wait_for_more(10)
+        gateways[0] = shared.gateway("--port", victim.url.rpartition(":")[2])
+        wait_for_more(10)
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join(45)
+    assert not wrong
