@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from support.stack import Service, Stack
 from support.waiting import wait_until
 
 NOOP: Final = "/v2/models/Noop/infer"
+SERVED_MEANWHILE_MIN: Final = 10  # requests; some 2 if each had to wait
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,53 @@ def test_json_rows_with_any_content_type(gateway: Service) -> None:
         assert np.array_equal(np.array(output["data"], np.float32), rows.reshape(-1))
     body = gzip.compress(json.dumps({"inputs": [tensor]}).encode())
     assert call(gateway.url, "POST", NOOP, body, Content_Encoding="gzip").code == 200
+
+
+def test_responses_are_compressed_for_those_who_accept_it(gateway: Service) -> None:
+    rows = np.ones((64, 128), np.float32)
+    tensor = {"name": "numbers", "datatype": "FP32", "shape": [64, 128], "data": rows.tolist()}
+    plain = infer(gateway, "Noop", {"inputs": [tensor]})
+    assert "content-encoding" not in plain.headers
+    assert plain.headers["vary"] == "accept-encoding"
+    for accepted, coding, decompress in (
+        ("gzip, deflate", "gzip", gzip.decompress),
+        ("deflate", "deflate", zlib.decompress),
+        ("gzip;q=0", None, bytes),
+    ):
+        answer = infer(gateway, "Noop", {"inputs": [tensor]}, Accept_Encoding=accepted)
+        assert answer.headers.get("content-encoding") == coding
+        assert decompress(answer.body) == plain.body
+    body, length = with_binary(
+        ("numbers", "FP32", rows.shape, rows.tobytes()), parameters={"binary_data_output": True}
+    )
+    headers = {"Inference_Header_Content_Length": length.decode()}
+    answer = call(gateway.url, "POST", NOOP, body, **headers, Accept_Encoding="gzip")
+    size = int(answer.headers["inference-header-content-length"])  # of what is compressed
+    assert gzip.decompress(answer.body)[size:] == rows.tobytes()
+    noise = np.random.default_rng(1).bytes(rows.nbytes - 512)  # compressed, it would be no shorter
+    body, length = with_binary(
+        ("numbers", "FP32", rows.shape, bytes(512) + noise), parameters={"binary_data_output": True}
+    )
+    headers = {"Inference_Header_Content_Length": length.decode()}
+    answer = call(gateway.url, "POST", NOOP, body, **headers, Accept_Encoding="gzip")
+    assert "content-encoding" not in answer.headers
+    small = {**tensor, "shape": [1, 128], "data": [0] * 128}
+    assert "vary" not in infer(gateway, "Noop", {"inputs": [small]}, Accept_Encoding="gzip").headers
+
+
+def test_large_json_does_not_hold_up_others(gateway: Service) -> None:
+    """Half a million numbers, of which one needs the slowest way, are read for half a second."""
+    count = 499_968
+    tensor = {"name": "numbers", "datatype": "FP32", "shape": [count // 128, 128], "data": [0.25] * count}
+    body = json.dumps({"inputs": [{**tensor, "data": [*tensor["data"][1:], float("nan")]}]}).encode()
+    with Connection(gateway.url) as large, Connection(gateway.url) as small:
+        large.send(request("POST", NOOP, body))
+        served = 0
+        while not large.is_readable:
+            assert small.request("GET", "/v2/health/live").code == 200
+            served += 1
+        assert large.answer().code == 400
+    assert served > SERVED_MEANWHILE_MIN
 
 
 def test_models_without_tensors(gateway: Service) -> None:
