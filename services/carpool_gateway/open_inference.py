@@ -41,7 +41,6 @@ from carpool_gateway.oip.responses import encode_response
 from carpool_gateway.oip.results import RowResult, join_results
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
-_SERVER_NAME: Final = "carpool"
 _LARGE_JSON_BYTES: Final = 64 * 1024  # takes 1 ms
 _LARGE_TEXTS_BYTES: Final = 256 * 1024  # of BYTES in binary data: elements of 4 bytes and more take 1 µs each
 _LARGE_COMPRESSED_BYTES: Final = 16 * 1024  # takes 0.3 ms
@@ -53,7 +52,12 @@ class OpenInference:
     """Answers exchanges of this protocol."""
 
     def __init__(
-        self, producer: Producer, catalog: Catalog, limits: Limits, default_timeout_s: float
+        self,
+        producer: Producer,
+        catalog: Catalog,
+        limits: Limits,
+        default_timeout_s: float,
+        server_name: str,
     ) -> None:
         self._producer = producer
         self._catalog = catalog
@@ -62,7 +66,7 @@ class OpenInference:
         self._sink = _RowSink()
         self._pool = ThreadPoolExecutor(1, "large-tensors")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._metadata = documents.server_metadata(_SERVER_NAME, version("carpool"))
+        self._metadata = documents.server_metadata(server_name, version("carpool"))
 
     # --- documents -----------------------------------------------------------------------------------------
 

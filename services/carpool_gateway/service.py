@@ -61,7 +61,7 @@ class GatewayService:
             self._producer,
             Inference(self._producer, limits, default_timeout_s),
             Streaming(self._producer, limits),
-            OpenInference(self._producer, catalog, limits, default_timeout_s),
+            OpenInference(self._producer, catalog, limits, default_timeout_s, settings.server_name),
             KeptRequests(self._producer, catalog, self._links, limits),
             self._keys,
             metrics,

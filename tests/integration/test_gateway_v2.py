@@ -51,6 +51,12 @@ def bodies(*elements: str, **more: Any) -> dict[str, Any]:
     return {"inputs": [{**tensor, "parameters": {"content_type": "application/json"}}], **more}
 
 
+def test_the_server_has_the_name_that_some_clients_look_for(shared: Stack) -> None:
+    named = shared.gateway("--server-name", "triton")
+    assert call(named.url, "GET", "/v2").json["name"] == "triton"
+    assert named.terminate() == 0
+
+
 def test_documents(gateway: Service) -> None:
     for path in ("/v2", "/v2/"):
         document = call(gateway.url, "GET", path).json
