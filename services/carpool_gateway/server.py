@@ -153,6 +153,7 @@ class Connection(asyncio.Protocol):
         self._phase = _Phase.IDLE
         self._incoming: Exchange | None = None  # of which not all has come
         self._parts: list[bytes] = []  # of its body
+        self._chunks = 0  # of its body
         self._head_bytes = 0
         self._url = b""
         self._current: Exchange | None = None  # which is handled
@@ -262,6 +263,7 @@ class Connection(asyncio.Protocol):
         self._incoming = Exchange(self)
         self._phase = _Phase.HEAD
         self._url = b""
+        self._chunks = 0
         if self._current is None:
             self.deadline_s = now_s + self._limits.head_s
 
@@ -355,6 +357,14 @@ class Connection(asyncio.Protocol):
             return False
         length = headers.get(b"content-length", b"0")
         return length.isdigit() and int(length) <= DROPPED_BYTES_MAX
+
+    def on_chunk_header(self) -> None:
+        # Chunks of a byte each would take fifty times the memory of the body, and as much time.
+        self._chunks += 1
+        if self._chunks > self._limits.chunks + 1:  # the last one is empty
+            raise HttpError(
+                400, f"the body has more than {self._limits.chunks} chunks: send fewer, larger ones"
+            )
 
     def on_body(self, body: bytes) -> None:
         exchange = self._incoming

@@ -303,6 +303,17 @@ def test_clients_go_at_any_point(shared: Running, way: Any, sent: str) -> None:
 # --- deadlines ---------------------------------------------------------------------------------------------
 
 
+def test_bodies_have_a_limited_number_of_chunks(shared: Running) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with Connection(shared.url) as connection:
+        connection.send(head + b"1\r\na\r\n" * 65_536 + b"0\r\n\r\n")
+        assert connection.answer().body == b"a" * 65_536
+        connection.send(head + b"1\r\na\r\n" * 65_537 + b"0\r\n\r\n")
+        answer = connection.answer()
+        assert answer.code == 400
+        assert "65536 chunks" in answer.json["error"]
+
+
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_a_client_that_closes_its_half_is_answered(shared: Running, version: str) -> None:
     app, waiting = shared.app, len(shared.app.waiting)
