@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from carpool.keys import Keys
+from support.fuzzing_gateway import fuzz
 from support.http import Answer, Connection, call, request
 from support.models.plain import GATE_S
 from support.oip import with_binary
@@ -247,3 +248,10 @@ def test_settings_that_an_operator_overrides_are_shown(gateway: Service, shared:
         lambda: call(gateway.url, "GET", "/v2/models/Rows/config").json["max_batch_size"] == 16,
         description="the gateway shows it",
     )
+
+
+def test_hostile_requests_are_answered(gateway: Service, shared: Stack) -> None:
+    """As `make fuzz` does for hours. A line about a failure names the request."""
+    codes = fuzz(shared, gateway, 1000, seed=7)
+    assert codes[200] > 50
+    assert codes[400] > 300

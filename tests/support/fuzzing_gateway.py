@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -196,6 +197,10 @@ class Fuzzer:
             except AssertionError as error:
                 raise AssertionError(f"request {at}, {data[:2000]!r}: {error}") from error
 
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
     def _send(self, data: bytes) -> None:
         self._connection.send(data)
         answer = self._connection.answer()
@@ -243,17 +248,17 @@ def resident_bytes(pid: int) -> int:
 
 def fuzz(stack: Stack, gateway: Service, count: int, seed: int) -> Counter[int]:
     """Send `count` requests; return how many had which status. Raises AssertionError."""
-    fuzzer = Fuzzer(gateway, seed)
-    fuzzer.run(min(count, 2000))
-    before_bytes = resident_bytes(gateway.pid)
-    started_s = time.monotonic()
-    for start in range(2000, count, 20_000):
-        fuzzer.run(min(20_000, count - start))
-        grown_bytes = resident_bytes(gateway.pid) - before_bytes
-        assert grown_bytes < GROWTH_BYTES_MAX, f"the gateway grew by {grown_bytes} bytes"
-        done = min(start + 20_000, count)
-        rate = (done - 2000) / (time.monotonic() - started_s)
-        print(f"{done} requests, {rate:.0f}/s, memory {grown_bytes / 1e6:+.1f} MB", flush=True)
+    with closing(Fuzzer(gateway, seed)) as fuzzer:
+        fuzzer.run(min(count, 2000))
+        before_bytes = resident_bytes(gateway.pid)
+        started_s = time.monotonic()
+        for start in range(2000, count, 20_000):
+            fuzzer.run(min(20_000, count - start))
+            grown_bytes = resident_bytes(gateway.pid) - before_bytes
+            assert grown_bytes < GROWTH_BYTES_MAX, f"the gateway grew by {grown_bytes} bytes"
+            done = min(start + 20_000, count)
+            rate = (done - 2000) / (time.monotonic() - started_s)
+            print(f"{done} requests, {rate:.0f}/s, memory {grown_bytes / 1e6:+.1f} MB", flush=True)
     assert gateway.alive
     assert not gateway.events("request failed"), gateway.end_of_log()
     return fuzzer.codes
