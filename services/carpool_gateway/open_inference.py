@@ -6,6 +6,8 @@ row fails, the response is its error, and the other rows are withdrawn; so are a
 
 What takes milliseconds, such as JSON of a hundred thousand numbers, is done on one other thread, one request
 at a time. Python lets the event loop run meanwhile, except within a single call of a parser.
+
+Why: docs/decisions/0094.
 """
 
 from __future__ import annotations
