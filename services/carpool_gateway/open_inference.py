@@ -220,6 +220,8 @@ def _read(model: OfferedModel, body: bytes, length: bytes | None) -> _Asked:
 def _is_large(body: bytes, length: bytes | None) -> bool:
     """Whether a body takes long to read: because of much JSON, or many elements of BYTES."""
     json_bytes = len(body)
+    if json_bytes <= _LARGE_JSON_BYTES:
+        return False
     if length is not None and length.isdigit() and len(length) < len(b"1000000000"):
         json_bytes = min(int(length), json_bytes)
     if json_bytes > _LARGE_JSON_BYTES:
