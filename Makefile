@@ -41,10 +41,11 @@ bench: install ## Measure Carpool and others side by side (BENCH=--help)
 
 FUZZ ?= --inputs 1000000
 FUZZ_BATCHER ?= --entries 10000000
-fuzz: install ## Try a million inputs on decoders, ten million entries on a batcher, a million batches on models
+fuzz: install ## Try a million inputs on decoders, models and a gateway each, and ten million entries on a batcher
 	@cd tests && ../$(BIN)/python -m support.fuzzing $(FUZZ)
 	@cd tests && ../$(BIN)/python -m support.fuzzing_batcher $(FUZZ_BATCHER)
 	@cd tests && ../$(BIN)/python -m support.fuzzing_models $(FUZZ_MODELS)
+	@cd tests && ../$(BIN)/python -m support.fuzzing_gateway $(FUZZ_GATEWAY)
 
 profile: install ## Write where each microsecond of a request goes into docs/profile.md
 	@$(GRID) grid.profile $(PYTHONS) --write

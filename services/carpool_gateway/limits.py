@@ -22,12 +22,14 @@ class Limits(NamedTuple):
     `head_s`: from the first byte of a request to the end of its headers; `body_s`: from there to the end of
     its body; `idle_s`: between two requests; `write_s`: for a client to read an answer.
     `memory_bytes`: of all bodies together that are being read, or whose requests have no result.
+    `chunks`: of a body in `Transfer-Encoding: chunked`.
     `rows`: requests in one call of `infer_many`.
     """
 
     head_bytes: int = 32 * 1024
     headers: int = 100
     body_bytes: int = 64 * MIB
+    chunks: int = 65_536
     memory_bytes: int = 1024 * MIB
     rows: int = 1024
     connections: int = 4096

@@ -3,14 +3,21 @@
 Each row of a request's batch is a request of the model, and all rows share a packed entry. The response is
 made by the callback that reads the last result: a request has no task, if its model was used lately. If one
 row fails, the response is its error, and the other rows are withdrawn; so are all if the client goes away.
+
+What takes milliseconds, such as JSON of a hundred thousand numbers, is done on one other thread, one request
+at a time. Python lets the event loop run meanwhile, except within a single call of a parser.
+
+Why: docs/decisions/0094.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import metadata
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.options import RequestOptions, read_options
@@ -22,6 +29,7 @@ from carpool.rows import Rows
 from carpool.wire.statistics import ModelStatistics
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError, http_error_of
 from carpool_gateway.catalog import Catalog
+from carpool_gateway.compression import COMPRESSED_BYTES_MIN, chosen_coding, compress
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.inference import check_encoding, decompress
 from carpool_gateway.keys import Key, now_s
@@ -36,8 +44,11 @@ from carpool_gateway.oip.responses import encode_response
 from carpool_gateway.oip.results import RowResult, join_results
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
-_SERVER_NAME: Final = "carpool"
 _MODELS_READ: Final = 16  # at a time: other clients need connections to Redis, too
+_LARGE_JSON_BYTES: Final = 64 * 1024  # takes 1 ms
+_LARGE_TEXTS_BYTES: Final = 256 * 1024  # of BYTES in binary data: elements of 4 bytes and more take 1 µs each
+_LARGE_COMPRESSED_BYTES: Final = 16 * 1024  # takes 0.3 ms
+_T = TypeVar("_T")
 _ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
 
 
@@ -48,14 +59,21 @@ class OpenInference:
     """Answers exchanges of this protocol."""
 
     def __init__(
-        self, producer: Producer, catalog: Catalog, limits: Limits, default_timeout_s: float
+        self,
+        producer: Producer,
+        catalog: Catalog,
+        limits: Limits,
+        default_timeout_s: float,
+        server_name: str,
     ) -> None:
         self._producer = producer
         self._catalog = catalog
         self._limits = limits
         self._default_timeout_s = default_timeout_s
         self._sink = _RowSink()
-        self._metadata = documents.server_metadata(_SERVER_NAME, metadata.version("carpool"))
+        self._pool = ThreadPoolExecutor(1, "large-tensors")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._metadata = documents.server_metadata(server_name, metadata.version("carpool"))
 
     # --- documents -----------------------------------------------------------------------------------------
 
@@ -147,9 +165,11 @@ class OpenInference:
         """Send the rows; answer with their outputs."""
         model = self._catalog.known(exchange.model)
         channel = self._producer.channels.get(exchange.model)
-        if model is None or channel is None or b"content-encoding" in exchange.headers:
+        length = exchange.headers.get(_LENGTH)
+        is_plain = b"content-encoding" not in exchange.headers and not _is_large(exchange.body, length)
+        if model is None or channel is None or not is_plain:
             return self._prepare(exchange)
-        self._send(exchange, model, channel)
+        self._send(exchange, channel, _read(model, exchange.body, length))
         return None
 
     async def _prepare(self, exchange: Exchange) -> None:
@@ -159,16 +179,32 @@ class OpenInference:
             channel = await self._producer.open_channel(exchange.model, self._default_timeout_s)
         except NotFoundError:
             raise documents.unknown_model(exchange.model) from None
+        if exchange.is_gone:
+            return
+        body, length = exchange.body, exchange.headers.get(_LENGTH)
+        if _is_large(body, length):
+            asked = await self.compute(partial(_read, model, body, length))
+        else:
+            asked = _read(model, body, length)
         if not exchange.is_gone:
-            self._send(exchange, model, channel)
+            self._send(exchange, channel, asked)
 
-    def _send(self, exchange: Exchange, model: OfferedModel, channel: Channel) -> None:
+    async def compute(self, work: Callable[[], _T]) -> _T:
+        """The result of what takes long, from the other thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a task."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)  # the event loop has only a weak reference
+        task.add_done_callback(self._tasks.discard)
+
+    def _send(self, exchange: Exchange, channel: Channel, asked: _Asked) -> None:
         key, options = exchange.extra
-        request = decode_request(exchange.body, exchange.headers.get(_LENGTH))
-        planned = plan(model, request)
+        model, request, planned = asked
         key.count(max(1, len(planned.bodies)), now_s())
         timeout_s, fields = self._options(options, request, planned)
-        rows = _Rows(exchange, model, request.id, planned, self._withdraw)
+        rows = _Rows(exchange, model, request.id, planned, self)
         try:
             self._add(channel, planned, fields, timeout_s, rows)
         except BaseException:
@@ -222,7 +258,8 @@ class OpenInference:
             raise ProtocolError(f"timeout: at most {self._limits.timeout_s * 1e6:.0f} microseconds")
         return timeout_s, fields
 
-    def _withdraw(self, name: str, target: Any) -> None:
+    def withdraw(self, name: str, target: Any) -> None:
+        """Withdraw a row."""
         self._producer.packer.withdraw(name, target)
 
 
@@ -231,6 +268,32 @@ def _check_version(exchange: Exchange) -> None:
     version = exchange.parameters.get("version")
     if version is not None:
         documents.check_version(exchange.model, version)
+
+
+class _Asked(NamedTuple):
+    """A request that was read."""
+
+    model: OfferedModel
+    request: InferRequest
+    planned: Plan
+
+
+def _read(model: OfferedModel, body: bytes, length: bytes | None) -> _Asked:
+    request = decode_request(body, length)
+    return _Asked(model, request, plan(model, request))
+
+
+def _is_large(body: bytes, length: bytes | None) -> bool:
+    """Whether a body takes long to read: because of much JSON, or many elements of BYTES."""
+    json_bytes = len(body)
+    if json_bytes <= _LARGE_JSON_BYTES:
+        return False
+    if length is not None and length.isdigit() and len(length) < len(b"1000000000"):
+        json_bytes = min(int(length), json_bytes)
+    if json_bytes > _LARGE_JSON_BYTES:
+        return True
+    binary_bytes = len(body) - json_bytes
+    return binary_bytes > _LARGE_TEXTS_BYTES and b"BYTES" in body[:json_bytes]
 
 
 _Target = tuple["_Rows", int]
@@ -245,13 +308,13 @@ class _Rows:
         model: OfferedModel,
         request_id: str,
         planned: Plan,
-        withdraw: Callable[[str, _Target], None],
+        owner: OpenInference,
     ) -> None:
         self._exchange = exchange
         self._model = model
         self._request_id = request_id
         self._plan = planned
-        self._withdraw = withdraw
+        self._owner = owner
         count = len(planned.bodies)
         self.targets: list[_Target] = [(self, at) for at in range(count)]
         self.names: list[str] = []  # correlation IDs of those that were sent
@@ -289,25 +352,40 @@ class _Rows:
         self._respond(self._results)
 
     def _respond(self, results: Sequence[RowResult | None]) -> None:
-        exchange = self._exchange
-        try:
-            outputs = join_results(self._model, self._plan, [one for one in results if one is not None])
-            response = encode_response(self._model.name, self._request_id, outputs)
-        except CarpoolError as error:
-            exchange.fail(http_error_of(error))
+        work = partial(
+            _response_of,
+            self._model,
+            self._plan,
+            self._request_id,
+            [one for one in results if one is not None],
+            chosen_coding(self._exchange.headers.get(b"accept-encoding", b"")),
+        )
+        if _is_long(*work.args):
+            self._owner.start(self._respond_later(work))
             return
-        headers = f"content-type: {response.content_type}\r\n"
-        if response.header_length is not None:
-            headers += f"inference-header-content-length: {response.header_length}\r\n"
-        parts = response.parts
-        body = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
-        exchange.respond(200, headers.encode(), body)
+        try:
+            answer = work()
+        except CarpoolError as error:
+            self._exchange.fail(http_error_of(error))
+        else:
+            self._exchange.respond(200, *answer)
+
+    async def _respond_later(self, work: Callable[[], tuple[bytes, bytes]]) -> None:
+        try:
+            answer = await self._owner.compute(work)
+        except CarpoolError as error:
+            self._exchange.fail(http_error_of(error))
+        except Exception:
+            self._exchange.fail(HttpError(500, "the gateway failed; its log says more"))
+            raise
+        else:
+            self._exchange.respond(200, *answer)
 
     def withdraw(self) -> None:
         """Withdraw what has no result."""
         self._is_over = True
         for name, target in zip(self.names, self.targets, strict=False):  # not all may be sent
-            self._withdraw(name, target)
+            self._owner.withdraw(name, target)
 
     def withdraw_for(self, _: Exchange) -> None:
         """The client has gone."""
@@ -336,3 +414,39 @@ class _RowSink(Sink):
         """Take an error."""
         rows, at = target
         rows.fail(at, error)
+
+
+def _is_long(
+    model: OfferedModel, planned: Plan, request_id: str, results: Sequence[RowResult], coding: str
+) -> bool:
+    """Whether `_response_of` takes long."""
+    size = sum([len(result.body) for result in results])
+    if size <= _LARGE_COMPRESSED_BYTES:
+        return False
+    if coding:
+        return True
+    if all(output.binary and not output.classes for output in planned.outputs):
+        return size > _LARGE_TEXTS_BYTES and any(
+            output.spec.datatype == "BYTES" for output in planned.outputs
+        )
+    return size > _LARGE_JSON_BYTES
+
+
+def _response_of(
+    model: OfferedModel, planned: Plan, request_id: str, results: Sequence[RowResult], coding: str
+) -> tuple[bytes, bytes]:
+    """The headers and the body of a response. Raises CarpoolErrors."""
+    outputs = join_results(model, planned, results)
+    response = encode_response(model.name, request_id, outputs)
+    headers = f"content-type: {response.content_type}\r\n".encode()
+    if response.header_length is not None:
+        headers += b"inference-header-content-length: %d\r\n" % response.header_length
+    parts = response.parts
+    body = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+    if len(body) < COMPRESSED_BYTES_MIN:
+        return headers, body
+    compressed = compress(body, coding) if coding else None
+    headers += b"vary: accept-encoding\r\n"
+    if compressed is None:
+        return headers, body
+    return headers + b"content-encoding: %b\r\n" % coding.encode(), compressed

@@ -8,17 +8,20 @@
   read or asked for (`Expect: 100-continue`). A small body is read and dropped: the connection is used again.
 - Requests of one connection are handled one after the other. Those that a client sends ahead are parsed and
   wait; there are not many, because nothing more is read meanwhile.
-- A client that closes the connection, or its half of it, has gone: `Exchange.on_gone` tells the handler.
+- A client that closes the connection has gone: `Exchange.on_gone` tells the handler. One that closes only
+  its half of it, as `nc -N` does, is answered. TCP tells the two apart only once something is written, so an
+  interim response is: a closed connection refuses it.
 - After an answer that ends the connection before all was read, what still comes is read and dropped for a
   moment. Otherwise TCP would reset the connection, and the client might lose the answer.
 
-Why: docs/decisions/0090.
+Why: docs/decisions/0090 and 0094.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import select
 from collections import deque
 from collections.abc import Coroutine
 from email.utils import formatdate
@@ -150,12 +153,14 @@ class Connection(asyncio.Protocol):
         self._phase = _Phase.IDLE
         self._incoming: Exchange | None = None  # of which not all has come
         self._parts: list[bytes] = []  # of its body
+        self._chunks = 0  # of its body
         self._head_bytes = 0
         self._url = b""
         self._current: Exchange | None = None  # which is handled
         self._ahead: deque[Exchange] = deque()
         self._is_reading_paused = False
         self._is_advancing = False
+        self._is_half_closed = False  # the client sends nothing more
         self._writable: asyncio.Future[None] | None = None  # set while the client reads too slowly
         self._tasks: set[asyncio.Task[None]] = set()
         self.deadline_s = inf
@@ -202,7 +207,23 @@ class Connection(asyncio.Protocol):
                 self._end_with(self._head_too_large())
 
     def eof_received(self) -> bool:
-        return False  # asyncio closes the transport: the client has gone
+        """Returns whether asyncio is to keep the transport open: there are answers to write."""
+        if self._phase is not _Phase.ENDED:
+            self._phase = _Phase.ENDED
+            if self._incoming is not None:
+                return False  # its rest will not come
+        last = self._ahead[-1] if self._ahead else self._current
+        if last is None:
+            return False
+        self._is_half_closed = last.is_last = True
+        self.deadline_s = self.server.loop.time()
+        if self._current is not None and self._probes(self._current):
+            self._transport.write(_CONTINUE)
+        return True
+
+    def _probes(self, exchange: Exchange) -> bool:
+        """Whether an interim response may be written: HTTP/1.0 has none."""
+        return not exchange.is_chunked and self._parser.get_http_version() != "1.0"
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._phase = _Phase.ENDED
@@ -229,7 +250,7 @@ class Connection(asyncio.Protocol):
             writable, self._writable = self._writable, None
             writable.set_result(None)
             if self._current is not None:
-                self.deadline_s = inf
+                self.deadline_s = self._answer_deadline_s()
             elif self._phase is _Phase.ENDED:
                 self.deadline_s = self.server.loop.time() + LINGER_S
             elif self._phase is _Phase.IDLE:
@@ -242,6 +263,7 @@ class Connection(asyncio.Protocol):
         self._incoming = Exchange(self)
         self._phase = _Phase.HEAD
         self._url = b""
+        self._chunks = 0
         if self._current is None:
             self.deadline_s = now_s + self._limits.head_s
 
@@ -336,6 +358,14 @@ class Connection(asyncio.Protocol):
         length = headers.get(b"content-length", b"0")
         return length.isdigit() and int(length) <= DROPPED_BYTES_MAX
 
+    def on_chunk_header(self) -> None:
+        # Chunks of a byte each would take fifty times the memory of the body, and as much time.
+        self._chunks += 1
+        if self._chunks > self._limits.chunks + 1:  # the last one is empty
+            raise HttpError(
+                400, f"the body has more than {self._limits.chunks} chunks: send fewer, larger ones"
+            )
+
     def on_body(self, body: bytes) -> None:
         exchange = self._incoming
         assert exchange is not None
@@ -371,7 +401,7 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
             return
         self._current = exchange
-        self.deadline_s = inf
+        self.deadline_s = self._answer_deadline_s()
         if exchange.error is not None:
             exchange.fail(exchange.error)
             return
@@ -429,6 +459,10 @@ class Connection(asyncio.Protocol):
         if self._is_reading_paused and len(self._ahead) < AHEAD_MAX and not self._transport.is_closing():
             self._is_reading_paused = False
             self._transport.resume_reading()
+
+    def _answer_deadline_s(self) -> float:
+        """While an answer is made: none, but a client that has closed its half is looked after."""
+        return self.server.loop.time() if self._is_half_closed else inf
 
     def _set_idle_deadline(self) -> None:
         """Between requests, or while one is read of which the beginning has come during the last one."""
@@ -513,6 +547,9 @@ class Connection(asyncio.Protocol):
         self._phase = _Phase.ENDED
         is_unsent = self._transport.get_write_buffer_size() > 0
         self.deadline_s = self.server.loop.time() + (self._limits.write_s if is_unsent else LINGER_S)
+        if self._is_half_closed:
+            self._transport.close()
+            self.deadline_s = self.server.loop.time() + self._limits.write_s
         if self._transport.is_closing():
             return
         if self._is_reading_paused:
@@ -526,8 +563,11 @@ class Connection(asyncio.Protocol):
             self.deadline_s = min(self.deadline_s, deadline_s)
 
     def on_deadline(self) -> None:
-        """What was waited for did not come in time."""
-        if self._writable is not None or self._phase is _Phase.ENDED:
+        """What was waited for did not come in time; or see whether a half-closed connection is closed."""
+        if self._is_half_closed and self._current is not None and self._writable is None:
+            if _is_closed(self._transport):
+                self.abort()
+        elif self._writable is not None or self._phase is _Phase.ENDED:
             self.abort()
         elif self._phase is _Phase.IDLE:
             self._transport.close()
@@ -541,3 +581,10 @@ class Connection(asyncio.Protocol):
         """End the connection at once."""
         self.deadline_s = inf
         self._transport.abort()
+
+
+def _is_closed(transport: asyncio.Transport) -> bool:
+    """Whether the client of a connection that is read no more has closed it: asyncio does not tell."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)
+    return bool(poll.poll(0))  # an error, or both halves are closed

@@ -66,7 +66,9 @@ class GatewayService:
             Streaming(self._producer, limits),
             KeptRequests(self._producer, catalog, self._links, limits),
         )
-        open_inference = OpenInference(self._producer, catalog, limits, default_timeout_s)
+        open_inference = OpenInference(
+            self._producer, catalog, limits, default_timeout_s, settings.server_name
+        )
         routes = routes_of(native, open_inference, Probes(self, metrics))
         gateway = Gateway(
             Router([*routes]),

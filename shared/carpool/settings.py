@@ -397,6 +397,9 @@ class GatewaySettings(CommonSettings):
     )
     connections_max: int = Field(4096, ge=1, description="connections of clients")
     drain_s: Seconds = Field(30.0, ge=0, description="seconds after SIGTERM in which to answer requests")
+    server_name: str = Field(
+        "carpool", description="name of the server in /v2: some programs that use Triton insist on triton"
+    )
     access_log: bool = Field(
         False, description="log every request; else those that fail with 5xx, and at the level debug all"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
 import threading
 import zlib
 from collections.abc import Iterator
@@ -300,6 +301,39 @@ def test_clients_go_at_any_point(shared: Running, way: Any, sent: str) -> None:
 
 
 # --- deadlines ---------------------------------------------------------------------------------------------
+
+
+def test_bodies_have_a_limited_number_of_chunks(shared: Running) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with Connection(shared.url) as connection:
+        connection.send(head + b"1\r\na\r\n" * 65_536 + b"0\r\n\r\n")
+        assert connection.answer().body == b"a" * 65_536
+        connection.send(head + b"1\r\na\r\n" * 65_537 + b"0\r\n\r\n")
+        answer = connection.answer()
+        assert answer.code == 400
+        assert "65536 chunks" in answer.json["error"]
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_a_client_that_closes_its_half_is_answered(shared: Running, version: str) -> None:
+    app, waiting = shared.app, len(shared.app.waiting)
+    sent = request("GET", "/wait").replace(b"HTTP/1.1", b"HTTP/" + version.encode())
+    with Connection(shared.url) as connection:
+        connection.send(sent)
+        connection.socket.shutdown(socket.SHUT_WR)
+        wait_until(lambda: len(app.waiting) > waiting, description="it is handled")
+        if version == "1.1":
+            assert connection.answer().code == 100  # which a client that has closed all would refuse
+        exchange = app.waiting[-1]
+        shared.answer(exchange, b"late")
+        answer = connection.answer()
+        assert (answer.code, answer.headers["connection"], answer.body) == (200, "close", b"late")
+        assert connection.rest() == b""
+    with Connection(shared.url) as connection:  # several, of which the last one is not complete
+        connection.send(request("GET", "/a") + request("GET", "/b") + b"GET /rest HTTP/1.1\r\nHos")
+        connection.socket.shutdown(socket.SHUT_WR)
+        assert [connection.answer().code for _ in "ab"] == [200, 200]
+        assert connection.rest() == b""
 
 
 @pytest.mark.parametrize(

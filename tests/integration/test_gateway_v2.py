@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, cast
@@ -18,6 +19,7 @@ from carpool_gateway.app import routes_of
 from carpool_gateway.openapi import ANY, CONTENTS
 from carpool_gateway.routes import Router
 from carpool_gateway.schemas import Error
+from support.fuzzing_gateway import fuzz
 from support.http import Answer, Connection, call, request
 from support.models.plain import GATE_S
 from support.oip import with_binary
@@ -26,6 +28,7 @@ from support.waiting import wait_until
 
 NOOP: Final = "/v2/models/Noop/infer"
 ROUTER: Final = Router(routes_of(*[cast(Any, MagicMock())] * 3))
+SERVED_MEANWHILE_MIN: Final = 40  # requests; a dozen come between the pieces of the large one
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,12 @@ def bodies(*elements: str, **more: Any) -> dict[str, Any]:
     """A request for a model that declares nothing, with JSON as its bodies."""
     tensor = {"name": "body", "datatype": "BYTES", "shape": [len(elements), 1], "data": list(elements)}
     return {"inputs": [{**tensor, "parameters": {"content_type": "application/json"}}], **more}
+
+
+def test_the_server_has_the_name_that_some_clients_look_for(shared: Stack) -> None:
+    named = shared.gateway("--server-name", "triton")
+    assert call(named.url, "GET", "/v2").json["name"] == "triton"
+    assert named.terminate() == 0
 
 
 def test_documents(gateway: Service) -> None:
@@ -114,6 +123,54 @@ def test_json_rows_with_any_content_type(gateway: Service) -> None:
         assert np.array_equal(np.array(output["data"], np.float32), rows.reshape(-1))
     body = gzip.compress(json.dumps({"inputs": [tensor]}).encode())
     assert call(gateway.url, "POST", NOOP, body, Content_Encoding="gzip").code == 200
+
+
+def test_responses_are_compressed_for_those_who_accept_it(gateway: Service) -> None:
+    rows = np.ones((64, 128), np.float32)
+    tensor = {"name": "numbers", "datatype": "FP32", "shape": [64, 128], "data": rows.tolist()}
+    plain = infer(gateway, "Noop", {"inputs": [tensor]})
+    assert "content-encoding" not in plain.headers
+    assert plain.headers["vary"] == "accept-encoding"
+    for accepted, coding, decompress in (
+        ("gzip, deflate", "gzip", gzip.decompress),
+        ("deflate", "deflate", zlib.decompress),
+        ("gzip;q=0", None, bytes),
+    ):
+        answer = infer(gateway, "Noop", {"inputs": [tensor]}, Accept_Encoding=accepted)
+        assert answer.headers.get("content-encoding") == coding
+        assert decompress(answer.body) == plain.body
+    body, length = with_binary(
+        ("numbers", "FP32", rows.shape, rows.tobytes()), parameters={"binary_data_output": True}
+    )
+    headers = {"Inference_Header_Content_Length": length.decode()}
+    answer = call(gateway.url, "POST", NOOP, body, **headers, Accept_Encoding="gzip")
+    size = int(answer.headers["inference-header-content-length"])  # of what is compressed
+    assert gzip.decompress(answer.body)[size:] == rows.tobytes()
+    noise = np.random.default_rng(1).bytes(rows.nbytes - 512)  # compressed, it would be no shorter
+    body, length = with_binary(
+        ("numbers", "FP32", rows.shape, bytes(512) + noise), parameters={"binary_data_output": True}
+    )
+    headers = {"Inference_Header_Content_Length": length.decode()}
+    answer = call(gateway.url, "POST", NOOP, body, **headers, Accept_Encoding="gzip")
+    assert "content-encoding" not in answer.headers
+    small = {**tensor, "shape": [1, 128], "data": [0] * 128}
+    assert "vary" not in infer(gateway, "Noop", {"inputs": [small]}, Accept_Encoding="gzip").headers
+
+
+def test_large_json_does_not_hold_up_others(gateway: Service) -> None:
+    """Half a million numbers, of which one needs the slowest way, are read for half a second."""
+    count = 499_968
+    tensor = {"name": "numbers", "datatype": "FP32", "shape": [count // 128, 128], "data": [0.25] * count}
+    body = json.dumps({"inputs": [{**tensor, "data": [*tensor["data"][1:], float("nan")]}]}).encode()
+    infer(gateway, "Noop", {"inputs": []})  # from now on the gateway knows the model
+    with Connection(gateway.url) as large, Connection(gateway.url) as small:
+        large.send(request("POST", NOOP, body))
+        served = 0
+        while not large.is_readable:
+            assert small.request("GET", "/v2/health/live").code == 200
+            served += 1
+        assert large.answer().code == 400
+    assert served > SERVED_MEANWHILE_MIN
 
 
 def test_models_without_tensors(gateway: Service) -> None:
@@ -312,3 +369,10 @@ def assert_same(document: Any, decoded: Any) -> None:
             assert_same(one, other)
     else:
         assert document == decoded
+
+
+def test_hostile_requests_are_answered(gateway: Service, shared: Stack) -> None:
+    """As `make fuzz` does for hours. A line about a failure names the request."""
+    codes = fuzz(shared, gateway, 1000, seed=7)
+    assert codes[200] > 50
+    assert codes[400] > 300

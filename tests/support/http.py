@@ -95,6 +95,11 @@ class Connection:
         return rest
 
     @property
+    def is_readable(self) -> bool:
+        """Whether something has come that was not read, or the server has closed the connection."""
+        return bool(self._buffer or select.select([self.socket], [], [], 0)[0])
+
+    @property
     def is_closed(self) -> bool:
         """Whether the server has closed the connection, and nothing is left to read."""
         readable, _, _ = select.select([self.socket], [], [], 0)

@@ -66,10 +66,12 @@ def test_the_configuration_of_a_model() -> None:
     found = parsed(documents.model_config(SIMPLE))
     assert found["max_batch_size"] == 8
     assert found["input"] == [
-        {"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [16]},
-        {"name": "INPUT1", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "INPUT0", "data_type": "TYPE_INT32", "format": "FORMAT_NONE", "dims": [16]},
+        {"name": "INPUT1", "data_type": "TYPE_STRING", "format": "FORMAT_NONE", "dims": [-1]},
     ]
-    assert found["output"] == [{"name": "OUTPUT0", "data_type": "TYPE_FP16", "dims": []}]
+    assert found["output"] == [
+        {"name": "OUTPUT0", "data_type": "TYPE_FP16", "format": "FORMAT_NONE", "dims": []}
+    ]
     assert found["dynamic_batching"] == {
         "preferred_batch_size": [4, 8],
         "max_queue_delay_microseconds": 1500,

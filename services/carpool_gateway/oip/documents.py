@@ -119,7 +119,7 @@ def model_config(model: OfferedModel) -> bytes:
 
 def _tensor_config(spec: TensorSpec) -> dict[str, Any]:
     datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
-    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": spec.shape}
+    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "format": "FORMAT_NONE", "dims": spec.shape}
 
 
 def model_statistics(of_models: Mapping[str, ModelStatistics]) -> bytes:

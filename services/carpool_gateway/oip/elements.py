@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Final
@@ -39,6 +39,7 @@ _KINDS: Final[dict[str, type]] = {
 _DTYPES: Final = {name: from_bytes(name, (0,), b"").dtype for name in WIDTHS}
 _EXACT_MAX: Final = 1 << 53  # up to this, an integer becomes an FP32 in one step or two
 _SHOWN_CHARS_MAX: Final = 40
+_PIECE: Final = 16384  # elements
 
 
 # --- JSON --------------------------------------------------------------------------------------------------
@@ -169,9 +170,17 @@ def to_json(data: Data, datatype: str, of: str) -> bytes:
     if datatype in NO_JSON:
         raise ProtocolError(f"{of}: {datatype} is not written in JSON: ask for binary_data")
     array = from_bytes(datatype, (-1,), data)
+    encode: Callable[[list[Any]], bytes] = msgspec.json.encode
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        return json.dumps(array.tolist(), separators=(",", ":")).encode()  # which writes NaN and Infinity
-    return msgspec.json.encode(array.tolist())
+        encode = _with_nan
+    # Piece by piece, because no other thread can run while one call encodes.
+    starts = range(0, len(array), _PIECE)
+    return b"[%b]" % b",".join([encode(array[start : start + _PIECE].tolist())[1:-1] for start in starts])
+
+
+def _with_nan(numbers: list[float]) -> bytes:
+    """JSON in which NaN and Infinity are numbers."""
+    return json.dumps(numbers, separators=(",", ":")).encode()
 
 
 def texts_of(elements: Sequence[bytes], of: str, remedy: str) -> list[str]:

@@ -122,7 +122,7 @@ def _wanted(model: OfferedModel, request: InferRequest) -> list[WantedOutput]:
     if len(wanted) > 1:
         ((twice, times),) = Counter(output.spec.name for output in wanted).most_common(1)
         if times > 1:
-            raise ProtocolError(f"output {twice!r} already exists: it is wanted {times} times")
+            raise ProtocolError(f"output {twice!r} already exists in request: it is wanted {times} times")
     return wanted
 
 
