@@ -1,84 +1,101 @@
-"""The routes of the gateway: which handler answers a path and a method, and which scope that needs."""
+"""What the gateway serves: the table of its routes, and what is checked and counted for a request."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Iterator
+from typing import Final
 
 import structlog
 
-from carpool.client.producer import Producer
 from carpool.errors import CarpoolError
 from carpool.keys import MODEL_NAME
-from carpool.prometheus import choose_encoder
-from carpool_gateway.answers import JSON_HEADER, HttpError, allow, http_error_of, method_not_allowed
+from carpool_gateway.answers import HttpError, allow, http_error_of, method_not_allowed
 from carpool_gateway.exchange import Exchange, Handler
-from carpool_gateway.inference import Inference
-from carpool_gateway.kept import IDEMPOTENCY, KeptRequests, is_later
-from carpool_gateway.keys import INFER, METRICS, Key, KeyRing
+from carpool_gateway.keys import ANYBODY, INFER, METRICS, Key, KeyRing
 from carpool_gateway.meter import GatewayMetrics
-from carpool_gateway.native.options import wants_stream
-from carpool_gateway.oip.documents import check_version, health
+from carpool_gateway.native_calls import NativeCalls
 from carpool_gateway.open_inference import OpenInference
-from carpool_gateway.streaming import Streaming
+from carpool_gateway.probes import Probes
+from carpool_gateway.routes import NO_SCOPE, Place, Route, Router
 
-_TEXT_HEADER: Final = b"content-type: text/plain; charset=utf-8\r\n"
 _GONE: Final = 499  # what nginx logs for a client that went away
 _OF_CLIENTS: Final = (501, 505)  # what a client asked for that is not there
+_MODEL: Final = "/carpool/v1/models/{model}"
+_V2_MODEL: Final = "/v2/models/{model}"
+_V2_VERSION: Final = "/v2/models/{model}/versions/{version}"
 
 
-class Health(Protocol):
-    """The health of the gateway: see `carpool.health.Service`."""
+def routes_of(native: NativeCalls, v2: OpenInference, probes: Probes) -> Iterator[Route]:
+    """All routes of the gateway."""
+    post_infer = ("POST", f"{_MODEL}/infer", "infer", INFER)
+    yield Route(*post_infer, native.infer, "A body in, a result out")
+    post_many = ("POST", f"{_MODEL}/infer_many", "infer_many", INFER)
+    yield Route(*post_many, native.infer_many, "JSON lines in, a line with the result of each out")
+    kept = (f"{_MODEL}/requests/{{name}}", "requests", INFER)
+    yield Route("GET", *kept, native.kept_result, "The result of a request that was sent before")
+    yield Route("DELETE", *kept, native.withdraw, "Withdraw a request that was sent before")
+    yield Route("GET", "/carpool/v1/models", "models", INFER, native.models, "The registered models")
 
-    def unhealthy(self) -> Sequence[str]: ...
-    def unready(self) -> Sequence[str]: ...
-    def warnings(self) -> Sequence[str]: ...
+    yield _get("/v2", "v2", NO_SCOPE, v2.server_metadata, "What the server is")
+    yield _get("/v2/health/live", "v2_health", NO_SCOPE, probes.v2_live, "Whether the gateway works")
+    yield _get("/v2/health/ready", "v2_health", NO_SCOPE, probes.v2_ready, "Whether it can serve")
+    for path in (_V2_MODEL, _V2_VERSION):
+        yield _get(path, "v2_model", INFER, v2.model_metadata, "The inputs and outputs of a model")
+        yield _get(f"{path}/config", "v2_config", INFER, v2.model_config, "The settings of a model")
+        yield _get(f"{path}/ready", "v2_ready", INFER, v2.model_ready, "Whether a model can be used")
+        yield Route("POST", f"{path}/infer", "v2_infer", INFER, v2.accept, "Tensors in, tensors out")
+
+    yield _get("/healthz", "healthz", NO_SCOPE, probes.healthz, "Whether the gateway works, as text")
+    yield _get("/readyz", "readyz", NO_SCOPE, probes.readyz, "Whether it can serve, as text")
+    yield _get("/metrics", "metrics", METRICS, probes.metrics, "Metrics of the gateway, for Prometheus")
+
+
+def _get(path: str, name: str, scope: str, handler: Handler, about: str) -> Route:
+    """A document, for which the headers decide nothing."""
+    return Route("GET", path, name, scope, lambda exchange, key: handler, about)
 
 
 class Gateway:
-    """The routes. Raises HttpError, which the server answers, wherever a request cannot be served."""
+    """The application of the server. Raises HttpError, which the server answers, wherever a request cannot be
+    served."""
 
     def __init__(
-        self,
-        producer: Producer,
-        inference: Inference,
-        streaming: Streaming,
-        open_inference: OpenInference,
-        kept: KeptRequests,
-        keys: KeyRing,
-        metrics: GatewayMetrics,
-        health: Health,
-        *,
-        logs_all: bool,
-        logs_debug: bool,
+        self, router: Router, keys: KeyRing, metrics: GatewayMetrics, *, logs_all: bool, logs_debug: bool
     ) -> None:
-        self._producer = producer
-        self._inference = inference
-        self._kept = kept
-        self._streaming = streaming
-        self._v2 = open_inference
+        self._router = router
         self._keys = keys
         self._metrics = metrics
-        self._health = health
         self._log = structlog.get_logger()
         self._logs_all, self._logs_debug = logs_all, logs_debug
-        self._fixed: Mapping[str, Callable[[Exchange], Handler]] = {
-            "/healthz": self._accept_healthz,
-            "/readyz": self._accept_readyz,
-            "/metrics": self._accept_metrics,
-            "/carpool/v1/models": self._accept_models,
-        }
-
-    # --- called by the server ------------------------------------------------------------------------------
 
     def accept(self, exchange: Exchange) -> None:
         """The headers are complete: find the handler, and whether its caller may use it."""
+        if exchange.path == "*":
+            exchange.handler = _server_wide(exchange)
+            return
+        place = self._router.find(exchange.path)
+        route = place.routes.get(exchange.method)
+        if route is None:
+            exchange.handler = _other_method(exchange, place)
+            return
+        exchange.route, exchange.parameters = route.name, place.parameters
+        key = ANYBODY if route.scope == NO_SCOPE else self._key_for(exchange, route.scope)
         try:
-            exchange.handler = self._route(exchange)
+            exchange.handler = route.accept(exchange, key)
         except CarpoolError as error:
             raise http_error_of(error) from None
+
+    def _key_for(self, exchange: Exchange, scope: str) -> Key:
+        """The key that a request presents, if it may do this. Raises HttpError."""
+        key = self._keys.find(exchange.headers)
+        exchange.key_name = key.name
+        model = exchange.parameters.get("model", "")
+        if model and not MODEL_NAME.fullmatch(model):
+            raise HttpError(404, "there is no model of such a name")
+        exchange.model = model
+        key.check(scope, model)
+        return key
 
     def on_done(self, exchange: Exchange) -> None:
         """Count and log an answer."""
@@ -103,149 +120,16 @@ class Gateway:
         else:
             self._log.debug("answered", **figures)
 
-    # --- routes --------------------------------------------------------------------------------------------
 
-    def _route(self, exchange: Exchange) -> Handler:
-        fixed = self._fixed.get(exchange.path)
-        if fixed is not None:
-            _check_method(exchange, "GET, HEAD")
-            return _options if exchange.method == "OPTIONS" else fixed(exchange)
-        if exchange.path == "*":
-            if exchange.method == "OPTIONS":
-                return _options
-            raise HttpError(400 if exchange.method != "CONNECT" else 501, "there is no such target")
-        match exchange.segments():
-            case ["carpool", "v1", "models", model, ("infer" | "infer_many") as call]:
-                _check_method(exchange, "POST")
-                return _options if exchange.method == "OPTIONS" else self._accept_infer(exchange, model, call)
-            case ["v2"] | ["v2", ""]:
-                return self._document(exchange, "v2", self._v2.server_metadata)
-            case ["v2", "health", ("live" | "ready") as which]:
-                return self._document(
-                    exchange, "v2_health", self._answer_live if which == "live" else self._answer_ready
-                )
-            case ["v2", "models", model, *rest]:
-                return self._route_v2(exchange, model, rest)
-            case ["carpool", "v1", "models", model, "requests", name]:
-                _check_method(exchange, "GET, HEAD, DELETE")
-                return _options if exchange.method == "OPTIONS" else self._accept_kept(exchange, model, name)
-            case _:
-                raise HttpError(404, "there is nothing here; docs/http.md lists what there is")
-
-    def _accept_infer(self, exchange: Exchange, model: str, call: str) -> Handler:
-        exchange.route = call
-        key = self._key_for(exchange, INFER, model)
-        later, is_once = is_later(exchange), IDEMPOTENCY in exchange.headers
-        exchange.extra = self._inference.accept(exchange, model, key, is_later=later)
-        is_stream = wants_stream(exchange.headers)
-        if (later or is_once) and (is_stream or call != "infer"):
-            raise HttpError(400, "Idempotency-Key and Prefer: respond-async are for a single result")
-        if call != "infer":
-            return self._inference.infer_many
-        if is_stream:
-            exchange.route = "stream"
-            return self._streaming.infer
-        return self._kept.infer if later or is_once else self._inference.infer
-
-    def _route_v2(self, exchange: Exchange, model: str, rest: list[str]) -> Handler:
-        match rest:
-            case ["versions", version, *rest]:
-                check_version(model, version)
-        match rest:
-            case [] | [""]:
-                return self._document(exchange, "v2_model", self._v2.model_metadata, model)
-            case ["config"]:
-                return self._document(exchange, "v2_config", self._v2.model_config, model)
-            case ["ready"]:
-                return self._document(exchange, "v2_ready", self._v2.model_ready, model)
-            case ["infer"]:
-                _check_method(exchange, "POST")
-                if exchange.method == "OPTIONS":
-                    return _options
-                exchange.route = "v2_infer"
-                self._v2.accept(exchange, self._key_for(exchange, INFER, model))
-                return self._v2.infer
-            case _:
-                raise HttpError(404, "there is nothing here; docs/http.md lists what there is")
-
-    def _document(self, exchange: Exchange, route: str, handler: Handler, model: str = "") -> Handler:
-        """A document to GET: of a model for whoever may use it, others for everybody."""
-        _check_method(exchange, "GET, HEAD")
-        if exchange.method == "OPTIONS":
-            return _options
-        exchange.route = route
-        if model:
-            self._key_for(exchange, INFER, model)
-        return handler
-
-    def _answer_live(self, exchange: Exchange) -> None:
-        self._answer_health(exchange, is_ready=not self._health.unready(), is_asked_for_ready=False)
-
-    def _answer_ready(self, exchange: Exchange) -> None:
-        self._answer_health(exchange, is_ready=not self._health.unready(), is_asked_for_ready=True)
-
-    def _answer_health(self, exchange: Exchange, *, is_ready: bool, is_asked_for_ready: bool) -> None:
-        is_live = not self._health.unhealthy()
-        is_well = is_ready if is_asked_for_ready else is_live
-        exchange.respond(200 if is_well else 503, JSON_HEADER, health(live=is_live, ready=is_ready))
-
-    def _accept_kept(self, exchange: Exchange, model: str, name: str) -> Handler:
-        exchange.route = "requests"
-        exchange.extra = (name, self._key_for(exchange, INFER, model))
-        return self._kept.withdraw if exchange.method == "DELETE" else self._kept.get
-
-    def _key_for(self, exchange: Exchange, scope: str, model: str = "") -> Key:
-        """The key that a request presents, if it may do this. Raises HttpError."""
-        key = self._keys.find(exchange.headers)
-        exchange.key_name = key.name
-        if model and not MODEL_NAME.fullmatch(model):
-            raise HttpError(404, "there is no model of such a name")
-        exchange.model = model
-        key.check(scope, model)
-        return key
-
-    # --- health, metrics, models ---------------------------------------------------------------------------
-
-    def _accept_healthz(self, exchange: Exchange) -> Handler:
-        exchange.route = "healthz"
-        return lambda exchange: _answer_probe(exchange, self._health.unhealthy(), ())
-
-    def _accept_readyz(self, exchange: Exchange) -> Handler:
-        exchange.route = "readyz"
-        return lambda exchange: _answer_probe(exchange, self._health.unready(), self._health.warnings())
-
-    def _accept_metrics(self, exchange: Exchange) -> Handler:
-        exchange.route = "metrics"
-        self._key_for(exchange, METRICS)
-        return self._answer_metrics
-
-    def _answer_metrics(self, exchange: Exchange) -> None:
-        encode, content_type = choose_encoder(exchange.header(b"accept"))
-        exchange.respond(200, f"content-type: {content_type}\r\n".encode(), encode(self._metrics.registry))
-
-    def _accept_models(self, exchange: Exchange) -> Handler:
-        exchange.route = "models"
-        exchange.extra = self._key_for(exchange, INFER)
-        return self._answer_models
-
-    async def _answer_models(self, exchange: Exchange) -> None:
-        names = [name for name in await self._producer.models() if exchange.extra.is_for(name)]
-        exchange.respond(200, JSON_HEADER, json.dumps({"models": names}).encode() + b"\n")
+def _other_method(exchange: Exchange, place: Place) -> Handler:
+    """The handler of OPTIONS. Raises HttpError (405) for a method that the path does not have."""
+    if exchange.method != "OPTIONS":
+        raise method_not_allowed(exchange.method, place.allowed)
+    return lambda exchange: exchange.respond(204, allow(f"{place.allowed}, OPTIONS"), b"")
 
 
-def _check_method(exchange: Exchange, allowed: str) -> None:
-    """Raise HttpError (405) unless the path has the method, or OPTIONS, which asks for them."""
+def _server_wide(exchange: Exchange) -> Handler:
+    """The handler of `OPTIONS *`. Raises HttpError for other methods."""
     if exchange.method == "OPTIONS":
-        exchange.extra = f"{allowed}, OPTIONS"
-    elif exchange.method not in allowed.split(", "):
-        raise method_not_allowed(exchange.method, allowed)
-
-
-def _options(exchange: Exchange) -> Coroutine[Any, Any, None] | None:
-    exchange.respond(204, allow(exchange.extra or "GET, HEAD, POST, DELETE, OPTIONS"), b"")
-    return None
-
-
-def _answer_probe(exchange: Exchange, problems: Sequence[str], warnings: Sequence[str]) -> None:
-    lines = problems or ["ok", *(f"warning: {warning}" for warning in warnings)]
-    exchange.respond(503 if problems else 200, _TEXT_HEADER, "\n".join([*lines, ""]).encode())
+        return lambda exchange: exchange.respond(204, allow("GET, HEAD, POST, DELETE, OPTIONS"), b"")
+    raise HttpError(400 if exchange.method != "CONNECT" else 501, "there is no such target")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
-from urllib.parse import unquote
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final, Protocol
 
 from carpool_gateway.answers import JSON_HEADER, HttpError, error_body
+
+_NO_PARAMETERS: Final[Mapping[str, str]] = {}
 
 
 class Connection(Protocol):
@@ -34,7 +35,8 @@ class Exchange:
     `headers`: names in small letters; of a header that came several times, all values with commas.
     `body`: complete when the handler is called. `body_bytes`: what of it is held in memory.
     `on_gone`: called once if the client goes away before the answer is written.
-    `route`: what the path means, for metrics. `extra`: what the handler keeps for itself.
+    `route`: the name of its route, for metrics. `parameters`: what is in the path for the names of its route.
+    `extra`: what the handler keeps for itself.
     """
 
     __slots__ = (
@@ -53,6 +55,7 @@ class Exchange:
         "method",
         "model",
         "on_gone",
+        "parameters",
         "path",
         "query",
         "request_id",
@@ -66,6 +69,7 @@ class Exchange:
         self.method = self.path = self.query = self.request_id = self.key_name = self.model = ""
         self.route = "none"
         self.headers: dict[bytes, bytes] = {}
+        self.parameters: Mapping[str, str] = _NO_PARAMETERS
         self.body = b""
         self.body_bytes = 0
         self.code = 0  # of the answer; 0: there is none yet
@@ -84,16 +88,6 @@ class Exchange:
     def header(self, name: bytes) -> str:
         """A header's value; empty if there is none."""
         return self.headers.get(name, b"").decode("latin-1")
-
-    def segments(self) -> list[str]:
-        """The parts of the path, decoded: of /a/b%2Fc these are a and b/c. Raises HttpError."""
-        parts = self.path.split("/")[1:]
-        if "%" not in self.path:
-            return parts
-        try:
-            return [unquote(part, errors="strict") for part in parts]
-        except UnicodeDecodeError:
-            raise HttpError(400, "the path is not UTF-8") from None
 
     def respond(self, code: int, headers: bytes, body: bytes) -> None:
         """Answer. `headers`: lines with their ends, without those that all answers have. Does nothing if the

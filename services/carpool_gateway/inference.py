@@ -94,7 +94,7 @@ class Inference:
         self._default_timeout_s = default_timeout_s
         self._answers, self._results = ExchangeSink(), EnvelopeSink()
 
-    def accept(self, exchange: Exchange, model: str, key: Key, *, is_later: bool = False) -> Asked:
+    def accept(self, exchange: Exchange, key: Key, *, is_later: bool = False) -> Asked:
         """What is asked for, before the body is read. `is_later`: nobody waits for the result meanwhile.
         Raises HttpError and CarpoolError."""
         check_encoding(exchange)
@@ -108,7 +108,7 @@ class Inference:
                 "Prefer: respond-async"
             )
         content_type = content_type_of(exchange.headers.get(b"content-type"))
-        return Asked(model, key, content_type, timeout_s, fields, options.get("correlation_id"))
+        return Asked(exchange.model, key, content_type, timeout_s, fields, options.get("correlation_id"))
 
     # --- one request ---------------------------------------------------------------------------------------
 

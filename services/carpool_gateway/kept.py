@@ -101,8 +101,8 @@ class KeptRequests:
         exchange.respond(204, b"", b"")
 
     def _named(self, exchange: Exchange) -> tuple[Keys, str]:
-        name, key = exchange.extra
-        if not CORRELATION_ID.fullmatch(name) or not name.startswith(_owner(key)):
+        name = exchange.parameters["name"]
+        if not CORRELATION_ID.fullmatch(name) or not name.startswith(_owner(exchange.extra)):
             raise _unknown()
         return Keys(exchange.model, self._producer.prefix), name
 

@@ -97,7 +97,7 @@ class Key:
         self._tokens -= requests
 
 
-_ANYBODY: Final = Key("", b"", scopes=frozenset(SCOPES))
+ANYBODY: Final = Key("", b"", scopes=frozenset(SCOPES))  # may do everything
 
 
 class KeyRing:
@@ -132,7 +132,7 @@ class KeyRing:
         """
         if self._path is None:
             _check_origin(headers)
-            return _ANYBODY
+            return ANYBODY
         presented = headers.get(b"x-api-key")
         if presented is None:
             kind, _, presented = headers.get(b"authorization", b"").partition(b" ")

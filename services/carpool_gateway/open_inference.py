@@ -8,7 +8,7 @@ row fails, the response is its error, and the other rows are withdrawn; so are a
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any, Final
 
 from carpool.client.entries import Channel, Encoded
@@ -20,7 +20,7 @@ from carpool.messages.results import ResultColumns
 from carpool.rows import Rows
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError, http_error_of
 from carpool_gateway.catalog import Catalog
-from carpool_gateway.exchange import Exchange
+from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.inference import check_encoding, decompress
 from carpool_gateway.keys import Key, now_s
 from carpool_gateway.limits import Limits
@@ -49,7 +49,7 @@ class OpenInference:
         self._limits = limits
         self._default_timeout_s = default_timeout_s
         self._sink = _RowSink()
-        self._metadata = documents.server_metadata(_SERVER_NAME, version("carpool"))
+        self._metadata = documents.server_metadata(_SERVER_NAME, metadata.version("carpool"))
 
     # --- documents -----------------------------------------------------------------------------------------
 
@@ -59,32 +59,40 @@ class OpenInference:
 
     async def model_metadata(self, exchange: Exchange) -> None:
         """The inputs and outputs of a model."""
-        model = await self._catalog.model(exchange.model)
+        model = await self._model(exchange)
         exchange.respond(200, JSON_HEADER, documents.model_metadata(model))
 
     async def model_config(self, exchange: Exchange) -> None:
         """The settings of a model."""
-        model = await self._catalog.model(exchange.model)
+        model = await self._model(exchange)
         exchange.respond(200, JSON_HEADER, documents.model_config(model))
 
     async def model_ready(self, exchange: Exchange) -> None:
         """Whether a model can be used. Raises HttpError if it cannot."""
+        _check_version(exchange)
         if not await self._catalog.is_ready(exchange.model):
             raise HttpError(503, f"no worker serves the model {exchange.model!r} now", headers=RETRY_AFTER)
         exchange.respond(200, JSON_HEADER, documents.model_ready(exchange.model))
 
+    async def _model(self, exchange: Exchange) -> OfferedModel:
+        _check_version(exchange)
+        return await self._catalog.model(exchange.model)
+
     # --- infer ---------------------------------------------------------------------------------------------
 
-    def accept(self, exchange: Exchange, key: Key) -> None:
-        """Check what the headers say, before the body is read. Raises HttpError and CarpoolErrors."""
+    def accept(self, exchange: Exchange, key: Key) -> Handler:
+        """Check what the headers say, before the body is read; return the handler. Raises HttpError and
+        CarpoolErrors."""
+        _check_version(exchange)
         check_encoding(exchange)
         # Some clients send headers of their own names; these have the meaning that they have everywhere.
         options = options_of({name: of for name, of in exchange.headers.items() if name != b"accept"})
         key.set_tenant(options)
         exchange.extra = (key, options)
+        return self._infer
 
-    def infer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
-        """Send the rows; answer with their outputs. Raises CarpoolErrors."""
+    def _infer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+        """Send the rows; answer with their outputs."""
         model = self._catalog.known(exchange.model)
         channel = self._producer.channels.get(exchange.model)
         if model is None or channel is None or b"content-encoding" in exchange.headers:
@@ -164,6 +172,13 @@ class OpenInference:
 
     def _withdraw(self, name: str, target: Any) -> None:
         self._producer.packer.withdraw(name, target)
+
+
+def _check_version(exchange: Exchange) -> None:
+    """Raise NotFoundError if the path names a version that the model does not have."""
+    version = exchange.parameters.get("version")
+    if version is not None:
+        documents.check_version(exchange.model, version)
 
 
 _Target = tuple["_Rows", int]

@@ -13,7 +13,7 @@ from carpool.backoff import Backoff
 from carpool.client.producer import Producer
 from carpool.errors import CarpoolError
 from carpool.settings import GatewaySettings
-from carpool_gateway.app import Gateway
+from carpool_gateway.app import Gateway, routes_of
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.inference import Inference
 from carpool_gateway.kept import KeptRequests
@@ -21,7 +21,10 @@ from carpool_gateway.keys import KeyRing, is_loopback
 from carpool_gateway.limits import Limits
 from carpool_gateway.links import Links
 from carpool_gateway.meter import GatewayMetrics
+from carpool_gateway.native_calls import NativeCalls
 from carpool_gateway.open_inference import OpenInference
+from carpool_gateway.probes import Probes
+from carpool_gateway.routes import Router
 from carpool_gateway.server import Server
 from carpool_gateway.streaming import Streaming
 
@@ -57,15 +60,18 @@ class GatewayService:
         self._producer = Producer(settings.redis_url, settings.prefix, default_timeout_s, "none")
         self._links = Links(settings.redis_url)
         catalog = Catalog(self._links, settings.prefix)
-        gateway = Gateway(
+        native = NativeCalls(
             self._producer,
             Inference(self._producer, limits, default_timeout_s),
             Streaming(self._producer, limits),
-            OpenInference(self._producer, catalog, limits, default_timeout_s),
             KeptRequests(self._producer, catalog, self._links, limits),
+        )
+        open_inference = OpenInference(self._producer, catalog, limits, default_timeout_s)
+        routes = routes_of(native, open_inference, Probes(self, metrics))
+        gateway = Gateway(
+            Router([*routes]),
             self._keys,
             metrics,
-            self,
             logs_all=settings.access_log,
             logs_debug=settings.log_level == "debug",
         )
