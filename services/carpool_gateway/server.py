@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Coroutine
 from email.utils import formatdate
 from enum import Enum, auto
+from functools import lru_cache
 from math import inf
 from typing import Any, Final, Protocol, cast
 
@@ -66,6 +67,10 @@ class _Phase(Enum):
     HEAD = auto()
     BODY = auto()
     ENDED = auto()  # nothing more is parsed
+
+
+# Names of this module are found faster than members of an Enum; each request compares several.
+_IDLE, _HEAD, _BODY, _ENDED = _Phase
 
 
 class Server:
@@ -147,11 +152,12 @@ class Connection(asyncio.Protocol):
         self._limits = server.limits
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
-        self._phase = _Phase.IDLE
+        self._phase = _IDLE
         self._incoming: Exchange | None = None  # of which not all has come
         self._parts: list[bytes] = []  # of its body
         self._head_bytes = 0
         self._url = b""
+        self._host: bytes | None = None  # of the last request; it is well formed
         self._current: Exchange | None = None  # which is handled
         self._ahead: deque[Exchange] = deque()
         self._is_reading_paused = False
@@ -163,7 +169,7 @@ class Connection(asyncio.Protocol):
     @property
     def in_flight(self) -> int:
         """Requests whose headers are complete and that are not answered."""
-        return len(self._ahead) + (self._current is not None) + (self._phase is _Phase.BODY)
+        return len(self._ahead) + (self._current is not None) + (self._phase is _BODY)
 
     @property
     def is_draining(self) -> bool:
@@ -182,14 +188,14 @@ class Connection(asyncio.Protocol):
             self._end_with(HttpError(503, "too many connections: try again", headers=b"retry-after: 1\r\n"))
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is _Phase.ENDED:
+        if self._phase is _ENDED:
             return
-        if self._phase is _Phase.HEAD or self._phase is _Phase.IDLE:
+        if self._phase is _HEAD or self._phase is _IDLE:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._phase = _Phase.ENDED  # no other protocol is spoken here, so what follows means nothing
+            self._phase = _ENDED  # no other protocol is spoken here, so what follows means nothing
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
             if not isinstance(cause, HttpError):
@@ -198,14 +204,14 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._end_with(HttpError(400, f"malformed request: {str(error) or type(error).__name__}"))
         else:
-            if self._phase is _Phase.HEAD and self._head_bytes > self._limits.head_bytes:
+            if self._phase is _HEAD and self._head_bytes > self._limits.head_bytes:
                 self._end_with(self._head_too_large())
 
     def eof_received(self) -> bool:
         return False  # asyncio closes the transport: the client has gone
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._phase = _Phase.ENDED
+        self._phase = _ENDED
         self.deadline_s = inf
         self.server.forget(self)
         unanswered = [one for one in (self._current, *self._ahead, self._incoming) if one is not None]
@@ -230,9 +236,9 @@ class Connection(asyncio.Protocol):
             writable.set_result(None)
             if self._current is not None:
                 self.deadline_s = inf
-            elif self._phase is _Phase.ENDED:
+            elif self._phase is _ENDED:
                 self.deadline_s = self.server.loop.time() + LINGER_S
-            elif self._phase is _Phase.IDLE:
+            elif self._phase is _IDLE:
                 self._set_idle_deadline()
 
     # --- called by the parser ------------------------------------------------------------------------------
@@ -240,7 +246,7 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         now_s = self.server.loop.time()
         self._incoming = Exchange(self)
-        self._phase = _Phase.HEAD
+        self._phase = _HEAD
         self._url = b""
         if self._current is None:
             self.deadline_s = now_s + self._limits.head_s
@@ -252,20 +258,19 @@ class Connection(asyncio.Protocol):
         exchange = self._incoming
         assert exchange is not None
         name, headers = name.lower(), exchange.headers
-        if name not in headers:
-            headers[name] = value
-        elif name in _SINGLE:
-            raise HttpError(400, f"the header {name.decode('latin-1')} came twice")
-        else:
-            headers[name] += b", " + value
-        if len(headers) > self._limits.headers or len(headers[name]) > self._limits.head_bytes:
+        if name in headers:
+            if name in _SINGLE:
+                raise HttpError(400, f"the header {name.decode('latin-1')} came twice")
+            value = headers[name] + b", " + value
+        headers[name] = value
+        if len(headers) > self._limits.headers or len(value) > self._limits.head_bytes:
             raise self._head_too_large()
 
     def on_headers_complete(self) -> None:
         exchange = self._incoming
         assert exchange is not None
         self._head_bytes = 0
-        self._phase = _Phase.BODY
+        self._phase = _BODY
         if self._current is None:
             self.deadline_s = self.server.loop.time() + self._limits.body_s
         self._read_head(exchange)
@@ -294,29 +299,18 @@ class Connection(asyncio.Protocol):
         if version not in ("1.0", "1.1"):
             raise HttpError(505 if version != "0.9" else 400, "use HTTP/1.1")
         host = headers.get(b"host")
-        if (host is None and version == "1.1") or (host is not None and not _HOST.fullmatch(host)):
-            raise HttpError(400, "the header Host is missing, or malformed")
+        if host != self._host or host is None:  # most clients send the same one each time
+            if (host is None and version == "1.1") or (host is not None and not _HOST.fullmatch(host)):
+                raise HttpError(400, "the header Host is missing, or malformed")
+            self._host = host
         # The parser refuses a Content-Length beside it.
-        coding = headers.get(b"transfer-encoding", b"chunked").lower()
-        if coding != b"chunked" or (version == "1.0" and b"transfer-encoding" in headers):
+        coding = headers.get(b"transfer-encoding")
+        if coding is not None and (coding.lower() != b"chunked" or version == "1.0"):
             raise HttpError(400, "the only Transfer-Encoding is chunked, in HTTP/1.1")
-        if headers.get(b"expect", b"100-continue").lower() != b"100-continue":
+        expect = headers.get(b"expect")
+        if expect is not None and expect.lower() != b"100-continue":
             raise HttpError(417, "the only Expect is 100-continue")
-        self._read_target(exchange)
-
-    def _read_target(self, exchange: Exchange) -> None:
-        url = self._url
-        if not url.startswith(b"/"):  # absolute, * or, of CONNECT, an authority
-            try:
-                parsed = httptools.parse_url(url) if url != b"*" and exchange.method != "CONNECT" else None
-            except httptools.HttpParserInvalidURLError:
-                raise HttpError(400, "the request's target is malformed") from None
-            path, query = (b"*", b"") if parsed is None else (parsed.path or b"/", parsed.query or b"")
-        else:
-            path, _, query = url.partition(b"?")
-        if not url.isascii():
-            raise HttpError(400, "the path must be ASCII, with other characters as %XX")
-        exchange.path, exchange.query = path.decode("ascii"), query.decode("ascii")
+        exchange.path, exchange.query = _target_of(exchange.method, self._url)
 
     def _check_announced_body(self, exchange: Exchange) -> None:
         """Count a body of known length before anything of it is read. Raises HttpError."""
@@ -351,7 +345,7 @@ class Connection(asyncio.Protocol):
         exchange = self._incoming
         assert exchange is not None
         self._incoming = None
-        self._phase = _Phase.ENDED if exchange.is_last else _Phase.IDLE
+        self._phase = _ENDED if exchange.is_last else _IDLE
         parts, self._parts = self._parts, []
         exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
         self._handle(exchange)
@@ -433,10 +427,10 @@ class Connection(asyncio.Protocol):
     def _set_idle_deadline(self) -> None:
         """Between requests, or while one is read of which the beginning has come during the last one."""
         limits, now_s = self._limits, self.server.loop.time()
-        if self._phase is _Phase.IDLE:
+        if self._phase is _IDLE:
             self.deadline_s = now_s + (DRAIN_IDLE_S if self.server.is_draining else limits.idle_s)
         else:
-            self.deadline_s = now_s + (limits.head_s if self._phase is _Phase.HEAD else limits.body_s)
+            self.deadline_s = now_s + (limits.head_s if self._phase is _HEAD else limits.body_s)
 
     def take(self, exchange: Exchange, size: int) -> None:
         """Count bytes of a body. Raises HttpError if the gateway holds too many."""
@@ -445,9 +439,10 @@ class Connection(asyncio.Protocol):
 
     def release(self, exchange: Exchange) -> None:
         """The body of an exchange is needed no more."""
-        self.server.memory.release(exchange.body_bytes)
-        exchange.body_bytes = 0
-        exchange.body = b""
+        if exchange.body_bytes:
+            self.server.memory.release(exchange.body_bytes)
+            exchange.body_bytes = 0
+            exchange.body = b""
 
     # --- writing -------------------------------------------------------------------------------------------
 
@@ -503,14 +498,14 @@ class Connection(asyncio.Protocol):
         exchange = self._incoming or Exchange(self)
         self._incoming = None
         self._parts.clear()
-        self._phase = _Phase.ENDED
+        self._phase = _ENDED
         exchange.is_last, exchange.error = True, error
         exchange.request_id = exchange.request_id or self.server.next_request_id()
         self._handle(exchange)
 
     def _end(self) -> None:
         """The last answer was written. Take leave so that the client can read it."""
-        self._phase = _Phase.ENDED
+        self._phase = _ENDED
         is_unsent = self._transport.get_write_buffer_size() > 0
         self.deadline_s = self.server.loop.time() + (self._limits.write_s if is_unsent else LINGER_S)
         if self._transport.is_closing():
@@ -522,22 +517,40 @@ class Connection(asyncio.Protocol):
 
     def on_drain(self, deadline_s: float) -> None:
         """The server drains: wait for no further request but one that may be on its way."""
-        if self._phase is _Phase.IDLE and self._current is None:
+        if self._phase is _IDLE and self._current is None:
             self.deadline_s = min(self.deadline_s, deadline_s)
 
     def on_deadline(self) -> None:
         """What was waited for did not come in time."""
-        if self._writable is not None or self._phase is _Phase.ENDED:
+        if self._writable is not None or self._phase is _ENDED:
             self.abort()
-        elif self._phase is _Phase.IDLE:
+        elif self._phase is _IDLE:
             self._transport.close()
             self.deadline_s = inf
         else:
-            part = "headers" if self._phase is _Phase.HEAD else "body"
-            seconds = self._limits.head_s if self._phase is _Phase.HEAD else self._limits.body_s
+            part = "headers" if self._phase is _HEAD else "body"
+            seconds = self._limits.head_s if self._phase is _HEAD else self._limits.body_s
             self._end_with(HttpError(408, f"the {part} did not come within {seconds:g} s"))
 
     def abort(self) -> None:
         """End the connection at once."""
         self.deadline_s = inf
         self._transport.abort()
+
+
+@lru_cache(maxsize=256)
+def _target_of(method: str, target: bytes) -> tuple[str, str]:
+    """The path and the query of a request's target. Raises HttpError."""
+    if not target.isascii():
+        raise HttpError(400, "the path must be ASCII, with other characters as %XX")
+    text = target.decode("ascii")
+    if text.startswith("/"):
+        path, _, query = text.partition("?")
+        return path, query
+    if text == "*" or method == "CONNECT":
+        return "*", ""
+    try:
+        parsed = httptools.parse_url(target)  # absolute
+    except httptools.HttpParserInvalidURLError:
+        raise HttpError(400, "the request's target is malformed") from None
+    return (parsed.path or b"/").decode("ascii"), (parsed.query or b"").decode("ascii")

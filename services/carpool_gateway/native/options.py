@@ -57,9 +57,10 @@ def options_of(headers: Mapping[bytes, bytes]) -> RequestOptions:
     names the header, also for one of an unknown name: it is probably misspelt."""
     options: dict[str, Any] = {}
     fields: dict[str, str | bytes] = {}
-    for name, value in headers.items():
+    for name in headers:
         if not name.startswith(_PREFIX):
             continue
+        value = headers[name]
         if name in _OPTIONS:
             option, read = _OPTIONS[name]
             options[option] = read(_shown(name), _decoded(name, value))
@@ -123,7 +124,8 @@ def _quality_of(part: str) -> tuple[str, float]:
 
 def wants_stream(headers: Mapping[bytes, bytes]) -> bool:
     """Whether a client wants events."""
-    return STREAM in headers.get(b"accept", b"")
+    accept = headers.get(b"accept")
+    return accept is not None and STREAM in accept
 
 
 @lru_cache(maxsize=256)
