@@ -28,12 +28,13 @@ from carpool_gateway.native.options import options_of
 from carpool_gateway.oip import documents
 from carpool_gateway.oip.errors import ProtocolError
 from carpool_gateway.oip.models import OfferedModel
-from carpool_gateway.oip.plans import Plan, plan
-from carpool_gateway.oip.requests import HEADER_LENGTH, InferRequest, decode_request
-from carpool_gateway.oip.responses import encode_response
-from carpool_gateway.oip.results import RowResult, join_results
+from carpool_gateway.oip.plans import Plan
+from carpool_gateway.oip.prepared import Prepared, Preparer
+from carpool_gateway.oip.requests import HEADER_LENGTH, InferRequest
+from carpool_gateway.oip.results import RowResult
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
+_BINARY_HEADERS: Final = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
 _SERVER_NAME: Final = "carpool"
 _ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
 
@@ -48,6 +49,7 @@ class OpenInference:
         self._catalog = catalog
         self._limits = limits
         self._default_timeout_s = default_timeout_s
+        self._preparer = Preparer()
         self._sink = _RowSink()
         self._metadata = documents.server_metadata(_SERVER_NAME, metadata.version("carpool"))
 
@@ -86,7 +88,7 @@ class OpenInference:
         _check_version(exchange)
         check_encoding(exchange)
         # Some clients send headers of their own names; these have the meaning that they have everywhere.
-        options = options_of({name: of for name, of in exchange.headers.items() if name != b"accept"})
+        options = options_of(exchange.headers, reads_accept=False)
         key.set_tenant(options)
         exchange.extra = (key, options)
         return self._infer
@@ -112,13 +114,12 @@ class OpenInference:
 
     def _send(self, exchange: Exchange, model: OfferedModel, channel: Channel) -> None:
         key, options = exchange.extra
-        request = decode_request(exchange.body, exchange.headers.get(_LENGTH))
-        planned = plan(model, request)
-        key.count(max(1, len(planned.bodies)), now_s())
-        timeout_s, fields = self._options(options, request, planned)
-        rows = _Rows(exchange, model, request.id, planned, self._withdraw)
+        prepared, bodies = self._preparer.prepare(model, exchange.body, exchange.headers.get(_LENGTH))
+        key.count(max(1, len(bodies)), now_s())
+        timeout_s, fields = self._options(options, prepared.request, prepared.plan)
+        rows = _Rows(exchange, prepared, len(bodies), self._withdraw)
         try:
-            self._add(channel, planned, fields, timeout_s, rows)
+            self._add(channel, prepared.plan.content_type, bodies, fields, timeout_s, rows)
         except BaseException:
             rows.withdraw()
             raise
@@ -127,10 +128,16 @@ class OpenInference:
             rows.finish()
 
     def _add(
-        self, channel: Channel, planned: Plan, fields: Mapping[str, Any], timeout_s: float, rows: _Rows
+        self,
+        channel: Channel,
+        content_type: str,
+        bodies: Rows | list[bytes],
+        fields: Mapping[str, Any],
+        timeout_s: float,
+        rows: _Rows,
     ) -> None:
         """Add each row to an entry."""
-        packer, content_type, bodies = self._producer.packer, planned.content_type, planned.bodies
+        packer = self._producer.packer
         if not isinstance(bodies, Rows):
             for body, target in zip(bodies, rows.targets, strict=True):
                 encoded = Encoded(content_type, b"", body)
@@ -190,17 +197,13 @@ class _Rows:
     def __init__(
         self,
         exchange: Exchange,
-        model: OfferedModel,
-        request_id: str,
-        planned: Plan,
+        prepared: Prepared,
+        count: int,
         withdraw: Callable[[str, _Target], None],
     ) -> None:
         self._exchange = exchange
-        self._model = model
-        self._request_id = request_id
-        self._plan = planned
+        self._prepared = prepared
         self._withdraw = withdraw
-        count = len(planned.bodies)
         self.targets: list[_Target] = [(self, at) for at in range(count)]
         self.names: list[str] = []  # correlation IDs of those that were sent
         self._results: list[RowResult | None] = [None] * count
@@ -239,17 +242,13 @@ class _Rows:
     def _respond(self, results: Sequence[RowResult | None]) -> None:
         exchange = self._exchange
         try:
-            outputs = join_results(self._model, self._plan, [one for one in results if one is not None])
-            response = encode_response(self._model.name, self._request_id, outputs)
+            response = self._prepared.respond([one for one in results if one is not None])
         except CarpoolError as error:
             exchange.fail(http_error_of(error))
             return
-        headers = f"content-type: {response.content_type}\r\n"
-        if response.header_length is not None:
-            headers += f"inference-header-content-length: {response.header_length}\r\n"
-        parts = response.parts
-        body = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
-        exchange.respond(200, headers.encode(), body)
+        length, parts = response.header_length, response.parts
+        headers = JSON_HEADER if length is None else _BINARY_HEADERS % length
+        exchange.respond(200, headers, bytes(parts[0]) if len(parts) == 1 else b"".join(parts))
 
     def withdraw(self) -> None:
         """Withdraw what has no result."""

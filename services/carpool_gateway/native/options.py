@@ -52,9 +52,9 @@ _OPTIONS: Final[Mapping[bytes, tuple[str, Callable[[str, str], Any]]]] = {
 }
 
 
-def options_of(headers: Mapping[bytes, bytes]) -> RequestOptions:
-    """The options in the headers `Carpool-*`, `Accept` and `traceparent`. Raises InvalidArgumentError, which
-    names the header, also for one of an unknown name: it is probably misspelt."""
+def options_of(headers: Mapping[bytes, bytes], *, reads_accept: bool = True) -> RequestOptions:
+    """The options in the headers `Carpool-*`, `traceparent` and, if `reads_accept`, `Accept`. Raises
+    InvalidArgumentError, which names the header, also for one of an unknown name: it is probably misspelt."""
     options: dict[str, Any] = {}
     fields: dict[str, str | bytes] = {}
     for name in headers:
@@ -75,7 +75,7 @@ def options_of(headers: Mapping[bytes, bytes]) -> RequestOptions:
         fields["traceparent"] = trace
     if fields:
         options["fields"] = fields
-    if (accept := headers.get(b"accept")) is not None and (wanted := accepted(accept)):
+    if reads_accept and (accept := headers.get(b"accept")) is not None and (wanted := accepted(accept)):
         options["accept"] = wanted
     return options  # type: ignore[return-value]
 
