@@ -60,7 +60,7 @@ class Exchange:
         self.headers: dict[bytes, bytes] = {}
 
     def take(self, size: int) -> None:
-        """Count bytes of the body, beyond those that came. Raises HttpError if the gateway holds too many, and
+        """Count bytes of the body, beyond those that came. Raises HttpError if the gateway holds too many, or
         if the client has gone: nothing would release them."""
         if self.is_gone:
             raise HttpError(499, "the client has gone")
