@@ -48,6 +48,7 @@ class Exchange:
     code = 0  # of the answer; 0: there is none yet
     handler: Handler | None = None
     error: HttpError | None = None  # it is answered with this, and has no handler
+    takes_parts = True  # the client understands an answer in parts
     is_last = False  # the connection ends with its answer
     is_gone = False
     is_chunked = False  # the answer is written in parts
