@@ -10,7 +10,6 @@ from typing import Final
 import structlog
 
 from carpool.errors import CarpoolError
-from carpool.keys import MODEL_NAME
 from carpool_gateway.answers import JSON_HEADER, HttpError, allow, http_error_of, method_not_allowed
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.keys import ANYBODY, INFER, METRICS, Key, KeyRing
@@ -108,11 +107,8 @@ class Gateway:
         """The key that a request presents, if it may do this. Raises HttpError."""
         key = self._keys.find(exchange.headers)
         exchange.key_name = key.name
-        model = exchange.parameters.get("model", "")
-        if model and not MODEL_NAME.fullmatch(model):
-            raise HttpError(404, "there is no model of such a name")
-        exchange.model = model
-        key.check(scope, model)
+        exchange.model = exchange.parameters.get("model", "")
+        key.check(scope, exchange.model)
         return key
 
     def on_done(self, exchange: Exchange) -> None:

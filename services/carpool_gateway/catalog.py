@@ -45,6 +45,9 @@ class Catalog:
             model = OfferedModel.of(name, registration, overrides)
         except ValueError as error:
             raise InternalError(f"model {name!r}: {error}") from None
+        before = self._known.get(name)
+        if before is not None and before[1] == model:
+            model = before[1]  # what is kept for a model holds as long as it is the same object
         if len(self._known) >= _MODELS_MAX:
             self._known.clear()
         self._known[name] = (time.monotonic(), model)

@@ -39,53 +39,33 @@ class Exchange:
     `extra`: what the handler keeps for itself.
     """
 
-    __slots__ = (
-        "body",
-        "body_bytes",
-        "code",
-        "connection",
-        "error",
-        "extra",
-        "handler",
-        "headers",
-        "is_chunked",
-        "is_gone",
-        "is_last",
-        "key_name",
-        "method",
-        "model",
-        "on_gone",
-        "parameters",
-        "path",
-        "query",
-        "request_id",
-        "route",
-        "started_s",
-    )
+    # What is not set is found in the class: a request sets few of these.
+    method = path = query = request_id = key_name = model = ""
+    route = "none"
+    parameters: Mapping[str, str] = _NO_PARAMETERS
+    body = b""
+    body_bytes = 0
+    code = 0  # of the answer; 0: there is none yet
+    handler: Handler | None = None
+    error: HttpError | None = None  # it is answered with this, and has no handler
+    takes_parts = True  # the client understands an answer in parts
+    is_last = False  # the connection ends with its answer
+    is_gone = False
+    is_chunked = False  # the answer is written in parts
+    on_gone: Callable[[Exchange], None] | None = None
+    extra: Any = None
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.started_s = time.monotonic()  # finer than the clock of the event loop
-        self.method = self.path = self.query = self.request_id = self.key_name = self.model = ""
-        self.route = "none"
         self.headers: dict[bytes, bytes] = {}
-        self.parameters: Mapping[str, str] = _NO_PARAMETERS
-        self.body = b""
-        self.body_bytes = 0
-        self.code = 0  # of the answer; 0: there is none yet
-        self.handler: Handler | None = None
-        self.error: HttpError | None = None  # it is answered with this, and has no handler
-        self.is_last = False  # the connection ends with its answer
-        self.is_gone = False
-        self.is_chunked = False  # the answer is written in parts
-        self.on_gone: Callable[[Exchange], None] | None = None
-        self.extra: Any = None
 
     def take(self, size: int) -> None:
-        """Count bytes of the body, beyond those that came. Raises HttpError if the gateway holds too many.
-        Does nothing if the client has gone: nobody would release them."""
-        if not self.is_gone:
-            self.connection.take(self, size)
+        """Count bytes of the body, beyond those that came. Raises HttpError if the gateway holds too many, or
+        if the client has gone: nothing would release them."""
+        if self.is_gone:
+            raise HttpError(499, "the client has gone")
+        self.connection.take(self, size)
 
     def header(self, name: bytes) -> str:
         """A header's value; empty if there is none."""

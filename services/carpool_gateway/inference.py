@@ -130,7 +130,7 @@ class Inference:
             self._send(exchange, asked, channel, timeout_s)
 
     def _send(self, exchange: Exchange, asked: Asked, channel: Channel, timeout_s: float) -> None:
-        body = Encoded(asked.content_type, b"", exchange.body)
+        body = (asked.content_type, b"", exchange.body)
         exchange.extra = self._producer.packer.add(
             channel, body, asked.fields, timeout_s, self._answers, exchange, asked.correlation_id
         )
@@ -228,8 +228,8 @@ def _line_of(sent: _Sent) -> bytes:
 
 def check_encoding(exchange: Exchange) -> None:
     """Refuse a body that is compressed in another way than those that are known (415)."""
-    encoding = exchange.headers.get(b"content-encoding", b"identity").lower()
-    if encoding not in (*ENCODINGS, b"identity"):
+    encoding = exchange.headers.get(b"content-encoding")
+    if encoding is not None and encoding.lower() not in (*ENCODINGS, b"identity"):
         raise HttpError(
             415, "Content-Encoding: gzip, deflate, or none", headers=b"accept-encoding: gzip, deflate\r\n"
         )

@@ -72,15 +72,14 @@ class KeptRequests:
         exchange.connection.release(exchange)  # Redis has the body
         if earlier is not None and earlier != fingerprint:
             raise HttpError(422, "Idempotency-Key: another request was sent with this key")
+        if earlier is not None:
+            await self._check_there(keys, name)
         if is_later(exchange):
             _answer_accepted(exchange, keys.model, name)
         else:
             envelope = await self._wait(keys, name, asked.timeout_s)
             if envelope is None:
-                raise DeadlineExceededError(
-                    f"no result within {asked.timeout_s:g} s; if there was one, it is kept no longer",
-                    correlation_id=name,
-                )
+                raise DeadlineExceededError(f"no result within {asked.timeout_s:g} s", correlation_id=name)
             answer(exchange, envelope)
 
     # --- by name -------------------------------------------------------------------------------------------
@@ -89,17 +88,17 @@ class KeptRequests:
         """Answer with the result, if it comes within `Prefer: wait`; else with where it will be."""
         keys, name = self._named(exchange)
         wait_s = min(_wait_s(exchange), self._limits.timeout_s)
+        await self._check_there(keys, name)
         envelope = await self._wait(keys, name, wait_s, lambda: exchange.connection.is_draining)
         if envelope is not None:
             answer(exchange, envelope)
-            return
-        await self._check_known(keys, name)
-        _answer_accepted(exchange, keys.model, name)
+        else:
+            _answer_accepted(exchange, keys.model, name)
 
     async def withdraw(self, exchange: Exchange) -> None:
         """If the request waits, it will not be executed, and its result is CANCELLED."""
         keys, name = self._named(exchange)
-        await self._check_known(keys, name)
+        await self._check_there(keys, name)
         await self._links.call(keys.requests, ("XADD", keys.requests, "*", "withdraw", name))
         exchange.respond(204, b"", b"")
 
@@ -109,9 +108,17 @@ class KeptRequests:
             raise _unknown()
         return Keys(exchange.model, self._producer.prefix), name
 
-    async def _check_known(self, keys: Keys, name: str) -> None:
+    async def _check_there(self, keys: Keys, name: str) -> None:
+        """Raise HttpError unless the request has a result, or will have one: 410 if it had one, else 404."""
+        if await self._links.call(keys.requests, ("EXISTS", keys.replies(name))):
+            return
         if not await self._links.call(keys.requests, ("EXISTS", keys.kept(name))):
             raise _unknown()
+        raise HttpError(
+            410,
+            "the request has had its result, which is kept no longer: see the model's setting result_ttl_ms",
+            correlation_id=name,
+        )
 
     async def _wait(
         self, keys: Keys, name: str, timeout_s: float, is_in_vain: Callable[[], bool] = lambda: False
@@ -175,4 +182,4 @@ def _answer_accepted(exchange: Exchange, model: str, name: str) -> None:
 
 
 def _unknown() -> HttpError:
-    return HttpError(404, "there is no such request, or its result is kept no longer")
+    return HttpError(404, "there is no such request, or its name is known no longer")

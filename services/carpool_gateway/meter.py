@@ -41,11 +41,13 @@ class GatewayMetrics(CommonMetrics):
     def count_answer(self, route: str, code: int, took_us: int) -> None:
         """Count an answer; the code 499 is a client that went away."""
         key = (route, code)
-        self._answers[key] = self._answers.get(key, 0) + 1
-        counts = self._durations.get(route)
-        if counts is None:
-            counts = self._durations[route] = BucketCounts(_DURATIONS_US)
-        counts.observe_equal(took_us, 1)
+        answers = self._answers
+        if key in answers:
+            answers[key] += 1
+        else:
+            answers[key] = 1
+            self._durations.setdefault(route, BucketCounts(_DURATIONS_US))
+        self._durations[route].observe_equal(took_us, 1)
 
     def families(self) -> Iterable[Metric]:
         """What is exported."""

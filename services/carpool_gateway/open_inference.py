@@ -3,11 +3,6 @@
 Each row of a request's batch is a request of the model, and all rows share a packed entry. The response is
 made by the callback that reads the last result: a request has no task, if its model was used lately. If one
 row fails, the response is its error, and the other rows are withdrawn; so are all if the client goes away.
-
-What takes milliseconds, such as JSON of a hundred thousand numbers, is done on one other thread, one request
-at a time. Python lets the event loop run meanwhile, except within a single call of a parser.
-
-Why: docs/decisions/0094.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.options import RequestOptions, read_options
@@ -38,21 +33,20 @@ from carpool_gateway.native.options import options_of
 from carpool_gateway.oip import documents
 from carpool_gateway.oip.errors import ProtocolError
 from carpool_gateway.oip.models import OfferedModel
-from carpool_gateway.oip.plans import Plan, plan
-from carpool_gateway.oip.requests import HEADER_LENGTH, InferRequest, decode_request
-from carpool_gateway.oip.responses import encode_response
-from carpool_gateway.oip.results import RowResult, join_results
+from carpool_gateway.oip.plans import Plan
+from carpool_gateway.oip.prepared import Prepared, Preparer
+from carpool_gateway.oip.requests import HEADER_LENGTH, InferRequest
+from carpool_gateway.oip.results import RowResult
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
+_BINARY_HEADERS: Final = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
 _MODELS_READ: Final = 16  # at a time: other clients need connections to Redis, too
 _LARGE_JSON_BYTES: Final = 64 * 1024  # takes 1 ms
 _LARGE_TEXTS_BYTES: Final = 256 * 1024  # of BYTES in binary data: elements of 4 bytes and more take 1 µs each
 _LARGE_COMPRESSED_BYTES: Final = 16 * 1024  # takes 0.3 ms
 _T = TypeVar("_T")
-_ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
-
-
 _Read = TypeVar("_Read")
+_ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
 
 
 class OpenInference:
@@ -70,6 +64,7 @@ class OpenInference:
         self._catalog = catalog
         self._limits = limits
         self._default_timeout_s = default_timeout_s
+        self._preparer = Preparer()
         self._sink = _RowSink()
         self._pool = ThreadPoolExecutor(1, "large-tensors")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -156,7 +151,7 @@ class OpenInference:
         _check_version(exchange)
         check_encoding(exchange)
         # Some clients send headers of their own names; these have the meaning that they have everywhere.
-        options = options_of({name: of for name, of in exchange.headers.items() if name != b"accept"})
+        options = options_of(exchange.headers, reads_accept=False)
         key.set_tenant(options)
         exchange.extra = (key, options)
         return self._infer
@@ -169,7 +164,7 @@ class OpenInference:
         is_plain = b"content-encoding" not in exchange.headers and not _is_large(exchange.body, length)
         if model is None or channel is None or not is_plain:
             return self._prepare(exchange)
-        self._send(exchange, channel, _read(model, exchange.body, length))
+        self._send(exchange, channel, *self._preparer.prepare(model, exchange.body, length))
         return None
 
     async def _prepare(self, exchange: Exchange) -> None:
@@ -182,12 +177,10 @@ class OpenInference:
         if exchange.is_gone:
             return
         body, length = exchange.body, exchange.headers.get(_LENGTH)
-        if _is_large(body, length):
-            asked = await self.compute(partial(_read, model, body, length))
-        else:
-            asked = _read(model, body, length)
+        read = partial(self._preparer.prepare, model, body, length)
+        prepared, bodies = await self.compute(read) if _is_large(body, length) else read()
         if not exchange.is_gone:
-            self._send(exchange, channel, asked)
+            self._send(exchange, channel, prepared, bodies)
 
     async def compute(self, work: Callable[[], _T]) -> _T:
         """The result of what takes long, from the other thread."""
@@ -199,14 +192,15 @@ class OpenInference:
         self._tasks.add(task)  # the event loop has only a weak reference
         task.add_done_callback(self._tasks.discard)
 
-    def _send(self, exchange: Exchange, channel: Channel, asked: _Asked) -> None:
+    def _send(
+        self, exchange: Exchange, channel: Channel, prepared: Prepared, bodies: Rows | list[bytes]
+    ) -> None:
         key, options = exchange.extra
-        model, request, planned = asked
-        key.count(max(1, len(planned.bodies)), now_s())
-        timeout_s, fields = self._options(options, request, planned)
-        rows = _Rows(exchange, model, request.id, planned, self)
+        key.count(max(1, len(bodies)), now_s())
+        timeout_s, fields = self._options(options, prepared.request, prepared.plan)
+        rows = _Rows(exchange, prepared, len(bodies), self)
         try:
-            self._add(channel, planned, fields, timeout_s, rows)
+            self._add(channel, prepared.plan.content_type, bodies, fields, timeout_s, rows)
         except BaseException:
             rows.withdraw()
             raise
@@ -215,10 +209,16 @@ class OpenInference:
             rows.finish()
 
     def _add(
-        self, channel: Channel, planned: Plan, fields: Mapping[str, Any], timeout_s: float, rows: _Rows
+        self,
+        channel: Channel,
+        content_type: str,
+        bodies: Rows | list[bytes],
+        fields: Mapping[str, Any],
+        timeout_s: float,
+        rows: _Rows,
     ) -> None:
         """Add each row to an entry."""
-        packer, content_type, bodies = self._producer.packer, planned.content_type, planned.bodies
+        packer = self._producer.packer
         if not isinstance(bodies, Rows):
             for body, target in zip(bodies, rows.targets, strict=True):
                 encoded = Encoded(content_type, b"", body)
@@ -270,19 +270,6 @@ def _check_version(exchange: Exchange) -> None:
         documents.check_version(exchange.model, version)
 
 
-class _Asked(NamedTuple):
-    """A request that was read."""
-
-    model: OfferedModel
-    request: InferRequest
-    planned: Plan
-
-
-def _read(model: OfferedModel, body: bytes, length: bytes | None) -> _Asked:
-    request = decode_request(body, length)
-    return _Asked(model, request, plan(model, request))
-
-
 def _is_large(body: bytes, length: bytes | None) -> bool:
     """Whether a body takes long to read: because of much JSON, or many elements of BYTES."""
     json_bytes = len(body)
@@ -305,17 +292,13 @@ class _Rows:
     def __init__(
         self,
         exchange: Exchange,
-        model: OfferedModel,
-        request_id: str,
-        planned: Plan,
+        prepared: Prepared,
+        count: int,
         owner: OpenInference,
     ) -> None:
         self._exchange = exchange
-        self._model = model
-        self._request_id = request_id
-        self._plan = planned
+        self._prepared = prepared
         self._owner = owner
-        count = len(planned.bodies)
         self.targets: list[_Target] = [(self, at) for at in range(count)]
         self.names: list[str] = []  # correlation IDs of those that were sent
         self._results: list[RowResult | None] = [None] * count
@@ -352,23 +335,18 @@ class _Rows:
         self._respond(self._results)
 
     def _respond(self, results: Sequence[RowResult | None]) -> None:
-        work = partial(
-            _response_of,
-            self._model,
-            self._plan,
-            self._request_id,
-            [one for one in results if one is not None],
-            chosen_coding(self._exchange.headers.get(b"accept-encoding", b"")),
-        )
-        if _is_long(*work.args):
-            self._owner.start(self._respond_later(work))
+        exchange, prepared = self._exchange, self._prepared
+        found = [one for one in results if one is not None]
+        coding = chosen_coding(exchange.headers.get(b"accept-encoding", b""))
+        if _is_long(prepared.plan, found, coding):
+            self._owner.start(self._respond_later(partial(_response_of, prepared, found, coding)))
             return
         try:
-            answer = work()
+            answer = _response_of(prepared, found, coding)
         except CarpoolError as error:
-            self._exchange.fail(http_error_of(error))
+            exchange.fail(http_error_of(error))
         else:
-            self._exchange.respond(200, *answer)
+            exchange.respond(200, *answer)
 
     async def _respond_later(self, work: Callable[[], tuple[bytes, bytes]]) -> None:
         try:
@@ -416,9 +394,7 @@ class _RowSink(Sink):
         rows.fail(at, error)
 
 
-def _is_long(
-    model: OfferedModel, planned: Plan, request_id: str, results: Sequence[RowResult], coding: str
-) -> bool:
+def _is_long(planned: Plan, results: Sequence[RowResult], coding: str) -> bool:
     """Whether `_response_of` takes long."""
     size = sum([len(result.body) for result in results])
     if size <= _LARGE_COMPRESSED_BYTES:
@@ -432,16 +408,11 @@ def _is_long(
     return size > _LARGE_JSON_BYTES
 
 
-def _response_of(
-    model: OfferedModel, planned: Plan, request_id: str, results: Sequence[RowResult], coding: str
-) -> tuple[bytes, bytes]:
+def _response_of(prepared: Prepared, results: Sequence[RowResult], coding: str) -> tuple[bytes, bytes]:
     """The headers and the body of a response. Raises CarpoolErrors."""
-    outputs = join_results(model, planned, results)
-    response = encode_response(model.name, request_id, outputs)
-    headers = f"content-type: {response.content_type}\r\n".encode()
-    if response.header_length is not None:
-        headers += b"inference-header-content-length: %d\r\n" % response.header_length
-    parts = response.parts
+    response = prepared.respond(results)
+    length, parts = response.header_length, response.parts
+    headers = JSON_HEADER if length is None else _BINARY_HEADERS % length
     body = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
     if len(body) < COMPRESSED_BYTES_MIN:
         return headers, body

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 from urllib.parse import unquote
 
+from carpool.keys import MODEL_NAME
 from carpool_gateway.answers import HttpError
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.keys import Key
@@ -67,6 +68,8 @@ class Router:
         for pattern, routes in self._patterns:
             if len(pattern) == len(given) and all(map(_is_like, pattern, given)):
                 named = {name[1:-1]: one for name, one in zip(pattern, given, strict=True) if name[:1] == "{"}
+                if "model" in named and not MODEL_NAME.fullmatch(named["model"]):
+                    raise HttpError(404, "there is no model of such a name")
                 return Place(routes, ", ".join(routes), named)
         raise HttpError(404, "there is nothing here; docs/http.md lists what there is")
 

@@ -20,36 +20,28 @@ Why: docs/decisions/0090 and 0094.
 from __future__ import annotations
 
 import asyncio
-import re
 import select
 from collections import deque
 from collections.abc import Coroutine
 from email.utils import formatdate
-from enum import Enum, auto
 from math import inf
 from typing import Any, Final, Protocol, cast
 
-import httptools
 import structlog
 
 from carpool.errors import CarpoolError
 from carpool.shown import trace_of
 from carpool_gateway.answers import STATUS_LINES, HttpError, http_error_of
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.limits import BodyMemory, Limits, too_large
+from carpool_gateway.limits import BodyMemory, Limits
+from carpool_gateway.request_reader import BODY, ENDED, HEAD, IDLE, RequestReader
 
 SWEEP_S: Final = 0.25  # how often deadlines are looked at
 LINGER_S: Final = 2.0  # for a client to take the last answer
 DRAIN_IDLE_S: Final = 1.0  # for connections between two requests, when the server drains
 AHEAD_MAX: Final = 8  # requests that were sent ahead, until nothing more is read
-DROPPED_BYTES_MAX: Final = 64 * 1024  # of a refused request, if the connection is to be used again
 JOINED_BYTES_MAX: Final = 64 * 1024  # an answer up to this size is written in one piece
 
-_HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
-_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
-_SINGLE: Final = frozenset(  # headers that make no sense twice
-    (b"host", b"content-length", b"content-type", b"authorization", b"x-api-key", b"idempotency-key")
-)
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LAST_PART: Final = b"0\r\n\r\n"
 
@@ -62,13 +54,6 @@ class App(Protocol):
 
     def on_done(self, exchange: Exchange) -> None:
         """The answer was written, or the client has gone (`is_gone`)."""
-
-
-class _Phase(Enum):
-    IDLE = auto()  # nothing of a request has come
-    HEAD = auto()
-    BODY = auto()
-    ENDED = auto()  # nothing more is parsed
 
 
 class Server:
@@ -134,6 +119,11 @@ class Server:
         if not self.connections and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
 
+    def failure(self, error: BaseException) -> HttpError:
+        """Log a mistake of the gateway's own, without its text, which may quote a body."""
+        self.log.error("request failed", exception=trace_of(error))
+        return HttpError(500, "the gateway failed; its log says more")
+
     def _sweep(self) -> None:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
         self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
@@ -148,14 +138,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Server) -> None:
         self.server = server
         self._limits = server.limits
-        self._parser = httptools.HttpRequestParser(self)
+        self._reader = RequestReader(self, server.limits)
         self._transport: asyncio.Transport
-        self._phase = _Phase.IDLE
-        self._incoming: Exchange | None = None  # of which not all has come
-        self._parts: list[bytes] = []  # of its body
-        self._chunks = 0  # of its body
-        self._head_bytes = 0
-        self._url = b""
         self._current: Exchange | None = None  # which is handled
         self._ahead: deque[Exchange] = deque()
         self._is_reading_paused = False
@@ -168,7 +152,7 @@ class Connection(asyncio.Protocol):
     @property
     def in_flight(self) -> int:
         """Requests whose headers are complete and that are not answered."""
-        return len(self._ahead) + (self._current is not None) + (self._phase is _Phase.BODY)
+        return len(self._ahead) + (self._current is not None) + (self._reader.phase is BODY)
 
     @property
     def is_draining(self) -> bool:
@@ -187,52 +171,36 @@ class Connection(asyncio.Protocol):
             self._end_with(HttpError(503, "too many connections: try again", headers=b"retry-after: 1\r\n"))
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is _Phase.ENDED:
-            return
-        if self._phase is _Phase.HEAD or self._phase is _Phase.IDLE:
-            self._head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._phase = _Phase.ENDED  # no other protocol is spoken here, so what follows means nothing
-        except httptools.HttpParserCallbackError as error:
-            cause = error.__context__
-            if not isinstance(cause, HttpError):
-                cause = self._failure(cause or error)
-            self._end_with(cause)
-        except httptools.HttpParserError as error:
-            self._end_with(HttpError(400, f"malformed request: {str(error) or type(error).__name__}"))
-        else:
-            if self._phase is _Phase.HEAD and self._head_bytes > self._limits.head_bytes:
-                self._end_with(self._head_too_large())
+            self._reader.feed(data)
+        except HttpError as error:
+            self._end_with(error)
+        except Exception as error:
+            self._end_with(self.server.failure(error))
 
     def eof_received(self) -> bool:
         """Returns whether asyncio is to keep the transport open: there are answers to write."""
-        if self._phase is not _Phase.ENDED:
-            self._phase = _Phase.ENDED
-            if self._incoming is not None:
+        if self._reader.phase is not ENDED:
+            self._reader.phase = ENDED
+            if self._reader.incoming is not None:
                 return False  # its rest will not come
         last = self._ahead[-1] if self._ahead else self._current
         if last is None:
             return False
         self._is_half_closed = last.is_last = True
         self.deadline_s = self.server.loop.time()
-        if self._current is not None and self._probes(self._current):
-            self._transport.write(_CONTINUE)
+        current = self._current
+        if current is not None and current.takes_parts and not current.is_chunked:
+            self._transport.write(_CONTINUE)  # HTTP/1.0 has no interim response
         return True
 
-    def _probes(self, exchange: Exchange) -> bool:
-        """Whether an interim response may be written: HTTP/1.0 has none."""
-        return not exchange.is_chunked and self._parser.get_http_version() != "1.0"
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self._phase = _Phase.ENDED
         self.deadline_s = inf
         self.server.forget(self)
-        unanswered = [one for one in (self._current, *self._ahead, self._incoming) if one is not None]
-        self._current = self._incoming = None
+        waiting = (self._current, *self._ahead, self._reader.stop())
+        unanswered = [exchange for exchange in waiting if exchange is not None]
+        self._current = None
         self._ahead.clear()
-        self._parts.clear()
         self.resume_writing()
         for exchange in unanswered:
             exchange.is_gone = True
@@ -251,149 +219,35 @@ class Connection(asyncio.Protocol):
             writable.set_result(None)
             if self._current is not None:
                 self.deadline_s = self._answer_deadline_s()
-            elif self._phase is _Phase.ENDED:
+            elif self._reader.phase is ENDED:
                 self.deadline_s = self.server.loop.time() + LINGER_S
-            elif self._phase is _Phase.IDLE:
+            elif self._reader.phase is IDLE:
                 self._set_idle_deadline()
 
-    # --- called by the parser ------------------------------------------------------------------------------
+    # --- called by the reader of requests ------------------------------------------------------------------
 
-    def on_message_begin(self) -> None:
-        now_s = self.server.loop.time()
-        self._incoming = Exchange(self)
-        self._phase = _Phase.HEAD
-        self._url = b""
-        self._chunks = 0
+    def on_begin(self) -> None:
+        """The first byte of a request has come."""
         if self._current is None:
-            self.deadline_s = now_s + self._limits.head_s
+            self.deadline_s = self.server.loop.time() + self._limits.head_s
 
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        exchange = self._incoming
-        assert exchange is not None
-        name, headers = name.lower(), exchange.headers
-        if name not in headers:
-            headers[name] = value
-        elif name in _SINGLE:
-            raise HttpError(400, f"the header {name.decode('latin-1')} came twice")
-        else:
-            headers[name] += b", " + value
-        if len(headers) > self._limits.headers or len(headers[name]) > self._limits.head_bytes:
-            raise self._head_too_large()
-
-    def on_headers_complete(self) -> None:
-        exchange = self._incoming
-        assert exchange is not None
-        self._head_bytes = 0
-        self._phase = _Phase.BODY
+    def on_head(self, exchange: Exchange) -> None:
+        """The headers of a request are complete. Raises HttpError if it is refused."""
         if self._current is None:
             self.deadline_s = self.server.loop.time() + self._limits.body_s
-        self._read_head(exchange)
-        try:
-            self.server.app.accept(exchange)
-            self._check_announced_body(exchange)
-        except HttpError as error:
-            if not self._can_drop_body(exchange):
-                raise
-            exchange.error = error
-        else:
-            # While another request is handled this would be taken for an answer to that one.
-            if b"expect" in exchange.headers and self._current is None:
-                self._transport.write(_CONTINUE)
+        if not exchange.request_id:
+            exchange.request_id = self.server.next_request_id()
+        self.server.app.accept(exchange)
 
-    def _read_head(self, exchange: Exchange) -> None:
-        """The request line, and headers that concern the connection. Raises HttpError."""
-        parser, headers = self._parser, exchange.headers
-        exchange.method = parser.get_method().decode("ascii")
-        given = headers.get(b"x-request-id")
-        exchange.request_id = (
-            given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else self.server.next_request_id()
-        )
-        version = parser.get_http_version()
-        exchange.is_last = version != "1.1" or not parser.should_keep_alive() or parser.should_upgrade()
-        if version not in ("1.0", "1.1"):
-            raise HttpError(505 if version != "0.9" else 400, "use HTTP/1.1")
-        host = headers.get(b"host")
-        if (host is None and version == "1.1") or (host is not None and not _HOST.fullmatch(host)):
-            raise HttpError(400, "the header Host is missing, or malformed")
-        # The parser refuses a Content-Length beside it.
-        coding = headers.get(b"transfer-encoding", b"chunked").lower()
-        if coding != b"chunked" or (version == "1.0" and b"transfer-encoding" in headers):
-            raise HttpError(400, "the only Transfer-Encoding is chunked, in HTTP/1.1")
-        if headers.get(b"expect", b"100-continue").lower() != b"100-continue":
-            raise HttpError(417, "the only Expect is 100-continue")
-        self._read_target(exchange)
-
-    def _read_target(self, exchange: Exchange) -> None:
-        url = self._url
-        if not url.startswith(b"/"):  # absolute, * or, of CONNECT, an authority
-            try:
-                parsed = httptools.parse_url(url) if url != b"*" and exchange.method != "CONNECT" else None
-            except httptools.HttpParserInvalidURLError:
-                raise HttpError(400, "the request's target is malformed") from None
-            path, query = (b"*", b"") if parsed is None else (parsed.path or b"/", parsed.query or b"")
-        else:
-            path, _, query = url.partition(b"?")
-        if not url.isascii():
-            raise HttpError(400, "the path must be ASCII, with other characters as %XX")
-        exchange.path, exchange.query = path.decode("ascii"), query.decode("ascii")
-
-    def _check_announced_body(self, exchange: Exchange) -> None:
-        """Count a body of known length before anything of it is read. Raises HttpError."""
-        announced = exchange.headers.get(b"content-length")
-        if announced is None:
-            return
-        size = int(announced)  # the parser refuses what is no number
-        if size > self._limits.body_bytes:
-            raise too_large(self._limits.body_bytes)
-        self.take(exchange, size)
-
-    def _can_drop_body(self, exchange: Exchange) -> bool:
-        """Whether the connection can be used after an error: the body is short, and will come."""
-        headers = exchange.headers
-        if b"transfer-encoding" in headers or b"expect" in headers:
-            return False
-        length = headers.get(b"content-length", b"0")
-        return length.isdigit() and int(length) <= DROPPED_BYTES_MAX
-
-    def on_chunk_header(self) -> None:
-        # Chunks of a byte each would take fifty times the memory of the body, and as much time.
-        self._chunks += 1
-        if self._chunks > self._limits.chunks + 1:  # the last one is empty
-            raise HttpError(
-                400, f"the body has more than {self._limits.chunks} chunks: send fewer, larger ones"
-            )
-
-    def on_body(self, body: bytes) -> None:
-        exchange = self._incoming
-        assert exchange is not None
-        if exchange.error is not None:
-            return
-        if b"transfer-encoding" in exchange.headers:
-            if exchange.body_bytes + len(body) > self._limits.body_bytes:
-                raise too_large(self._limits.body_bytes)
-            self.take(exchange, len(body))
-        self._parts.append(body)
-
-    def on_message_complete(self) -> None:
-        exchange = self._incoming
-        assert exchange is not None
-        self._incoming = None
-        self._phase = _Phase.ENDED if exchange.is_last else _Phase.IDLE
-        parts, self._parts = self._parts, []
-        exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._handle(exchange)
-
-    def _head_too_large(self) -> HttpError:
-        limits = self._limits
-        return HttpError(431, f"at most {limits.headers} headers, of {limits.head_bytes} bytes in all")
+    def ask_for_body(self) -> None:
+        """Send what a client waits for before it sends a body."""
+        if self._current is None:  # else it would be taken for an answer to the request that is handled
+            self._transport.write(_CONTINUE)
 
     # --- handling ------------------------------------------------------------------------------------------
 
-    def _handle(self, exchange: Exchange) -> None:
-        """Handle a request, once those before it are answered."""
+    def on_request(self, exchange: Exchange) -> None:
+        """A request is complete. Handle it, once those before it are answered."""
         if self._current is not None:
             self._ahead.append(exchange)
             if len(self._ahead) >= AHEAD_MAX and not self._is_reading_paused:
@@ -428,13 +282,8 @@ class Connection(asyncio.Protocol):
         if isinstance(error, CarpoolError):
             error = http_error_of(error)
         elif not isinstance(error, HttpError):
-            error = self._failure(error)
+            error = self.server.failure(error)
         exchange.fail(error)
-
-    def _failure(self, error: BaseException) -> HttpError:
-        """Log a mistake of the gateway's own, without its text, which may quote a body."""
-        self.server.log.error("request failed", exception=trace_of(error))
-        return HttpError(500, "the gateway failed; its log says more")
 
     def _on_answered(self, exchange: Exchange) -> None:
         """The answer was given to the transport: go on with the next request."""
@@ -455,7 +304,7 @@ class Connection(asyncio.Protocol):
         """Handle what was sent ahead."""
         self._is_advancing = False
         while self._ahead and self._current is None:
-            self._handle(self._ahead.popleft())
+            self.on_request(self._ahead.popleft())
         if self._is_reading_paused and len(self._ahead) < AHEAD_MAX and not self._transport.is_closing():
             self._is_reading_paused = False
             self._transport.resume_reading()
@@ -467,10 +316,10 @@ class Connection(asyncio.Protocol):
     def _set_idle_deadline(self) -> None:
         """Between requests, or while one is read of which the beginning has come during the last one."""
         limits, now_s = self._limits, self.server.loop.time()
-        if self._phase is _Phase.IDLE:
+        if self._reader.phase is IDLE:
             self.deadline_s = now_s + (DRAIN_IDLE_S if self.server.is_draining else limits.idle_s)
         else:
-            self.deadline_s = now_s + (limits.head_s if self._phase is _Phase.HEAD else limits.body_s)
+            self.deadline_s = now_s + (limits.head_s if self._reader.phase is HEAD else limits.body_s)
 
     def take(self, exchange: Exchange, size: int) -> None:
         """Count bytes of a body. Raises HttpError if the gateway holds too many."""
@@ -479,9 +328,10 @@ class Connection(asyncio.Protocol):
 
     def release(self, exchange: Exchange) -> None:
         """The body of an exchange is needed no more."""
-        self.server.memory.release(exchange.body_bytes)
-        exchange.body_bytes = 0
-        exchange.body = b""
+        if exchange.body_bytes:
+            self.server.memory.release(exchange.body_bytes)
+            exchange.body_bytes = 0
+            exchange.body = b""
 
     # --- writing -------------------------------------------------------------------------------------------
 
@@ -499,7 +349,7 @@ class Connection(asyncio.Protocol):
 
     def write_head(self, exchange: Exchange, headers: bytes) -> None:
         """Begin an answer of unknown length."""
-        if self._parser.get_http_version() == "1.0":
+        if not exchange.takes_parts:
             exchange.is_last = True
         else:
             headers += b"transfer-encoding: chunked\r\n"
@@ -534,17 +384,14 @@ class Connection(asyncio.Protocol):
 
     def _end_with(self, error: HttpError) -> None:
         """Answer the incoming request with an error, after those before it, and end the connection."""
-        exchange = self._incoming or Exchange(self)
-        self._incoming = None
-        self._parts.clear()
-        self._phase = _Phase.ENDED
+        exchange = self._reader.stop() or Exchange(self)
         exchange.is_last, exchange.error = True, error
         exchange.request_id = exchange.request_id or self.server.next_request_id()
-        self._handle(exchange)
+        self.on_request(exchange)
 
     def _end(self) -> None:
         """The last answer was written. Take leave so that the client can read it."""
-        self._phase = _Phase.ENDED
+        self._reader.phase = ENDED  # an exchange of which not all has come is given up with the connection
         is_unsent = self._transport.get_write_buffer_size() > 0
         self.deadline_s = self.server.loop.time() + (self._limits.write_s if is_unsent else LINGER_S)
         if self._is_half_closed:
@@ -559,7 +406,7 @@ class Connection(asyncio.Protocol):
 
     def on_drain(self, deadline_s: float) -> None:
         """The server drains: wait for no further request but one that may be on its way."""
-        if self._phase is _Phase.IDLE and self._current is None:
+        if self._reader.phase is IDLE and self._current is None:
             self.deadline_s = min(self.deadline_s, deadline_s)
 
     def on_deadline(self) -> None:
@@ -567,14 +414,14 @@ class Connection(asyncio.Protocol):
         if self._is_half_closed and self._current is not None and self._writable is None:
             if _is_closed(self._transport):
                 self.abort()
-        elif self._writable is not None or self._phase is _Phase.ENDED:
+        elif self._writable is not None or self._reader.phase is ENDED:
             self.abort()
-        elif self._phase is _Phase.IDLE:
+        elif self._reader.phase is IDLE:
             self._transport.close()
             self.deadline_s = inf
         else:
-            part = "headers" if self._phase is _Phase.HEAD else "body"
-            seconds = self._limits.head_s if self._phase is _Phase.HEAD else self._limits.body_s
+            part = "headers" if self._reader.phase is HEAD else "body"
+            seconds = self._limits.head_s if self._reader.phase is HEAD else self._limits.body_s
             self._end_with(HttpError(408, f"the {part} did not come within {seconds:g} s"))
 
     def abort(self) -> None:

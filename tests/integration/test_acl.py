@@ -659,7 +659,7 @@ FORBIDDEN_BY_SELECTORS: Final = {
     ],
     "gateway": [
         f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
-        f"GET {G}", f"SET {R} x", f"GET {R}", f"EVAL return(1) 1 {Y}", f"EVAL return(1) 1 {M}",
+        f"GET {G}", f"SET {R} x", f"GET {R}", f"XRANGE {Y} - +", f"EVAL return(1) 1 {M}",
     ],
     "batcher": [
         f"DEL {R}", f"SET {R} x", f"XDEL {B} 1-1", f"XADD {S} * a b", f"GET {A}", f"XREAD STREAMS {B} 0",

@@ -355,10 +355,14 @@ def test_clients_that_go_at_any_moment_leave_nothing(gateway: Service, shared: S
             "infer_many": {},
             "stream": {"Accept": "text/event-stream"},
             "kept": {"Idempotency_Key": f"{seed}-{number}"},
+            "compressed": {"Content_Encoding": "gzip"},
         }
         call_name, headers = random.choice(list(calls.items()))
         path = f"/carpool/v1/models/Echo/{'infer_many' if call_name == 'infer_many' else 'infer'}"
-        data = request("POST", path, b"\n".join([b'"%d"' % number] * random.choice((1, 50))), **headers)
+        body = b"\n".join([b'"%d"' % number] * random.choice((1, 50)))
+        if call_name == "compressed":  # random letters, so that it is decompressed in a thread
+            body = gzip.compress(json.dumps(random.randbytes(20_000).hex()).encode())
+        data = request("POST", path, body, **headers)
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(data[: random.choice((random.randrange(len(data)), len(data)))])
         await writer.drain()

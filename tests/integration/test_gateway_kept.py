@@ -134,6 +134,27 @@ def test_a_request_that_nobody_waits_for_expires_too(gateway: Service, tmp_path:
     assert (answer.code, answer.json["status"]) == (504, "DEADLINE_EXCEEDED")
 
 
+@pytest.mark.parametrize("sent", [{"Prefer": "respond-async"}, {"Idempotency_Key": "expired"}])
+def test_a_result_that_is_kept_no_longer_is_410(
+    gateway: Service, shared: Stack, tmp_path: Path, sent: dict[str, str]
+) -> None:
+    notes, keys = tmp_path / "notes", Keys("Noting")
+    answer = call(gateway.url, "POST", NOTING, note(notes, "a"), **sent)
+    name = answer.headers["carpool-correlation-id"]
+    path = f"/carpool/v1/models/Noting/requests/{name}"
+    assert call(gateway.url, "GET", path, Prefer="wait=30").json == "a"
+    assert shared.redis.pexpire(keys.replies(name), 1)  # as if `result_ttl_ms` were over
+    wait_until(lambda: not shared.redis.exists(keys.replies(name)), description="the result expires")
+    gone = [call(gateway.url, method, path, Prefer="wait=30") for method in ("GET", "DELETE")]
+    if "Idempotency_Key" in sent:
+        gone.append(call(gateway.url, "POST", NOTING, note(notes, "a"), **sent))
+    for answer in gone:
+        assert (answer.code, answer.json["status"], answer.json["correlation_id"]) == (410, "NOT_FOUND", name)
+    assert notes_of(notes) == ["a"]
+    assert shared.redis.delete(keys.kept(name))
+    assert call(gateway.url, "GET", path, Prefer="wait=30").code == 404
+
+
 # --- exactly once ------------------------------------------------------------------------------------------
 
 

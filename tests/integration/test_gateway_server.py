@@ -300,6 +300,24 @@ def test_clients_go_at_any_point(shared: Running, way: Any, sent: str) -> None:
     assert call(shared.url, "POST", "/", b"next").body == b"next"
 
 
+def test_nothing_is_held_for_a_client_that_has_gone(shared: Running) -> None:
+    """Its body may still be decompressed in a thread."""
+    app = shared.app
+    with Connection(shared.url) as connection:
+        before = len(app.waiting)
+        connection.send(request("POST", "/wait", b"x" * 100))
+        wait_until(lambda: len(app.waiting) == before + 1, description="it is handled")
+    exchange = app.waiting[-1]
+    wait_until(lambda: exchange.is_gone, description="the client has gone")
+
+    async def take() -> None:
+        exchange.take(1000)
+
+    with pytest.raises(HttpError, match="the client has gone"):
+        shared.call(take())
+    assert shared.server.memory.held_bytes == 0
+
+
 # --- deadlines ---------------------------------------------------------------------------------------------
 
 

@@ -52,14 +52,15 @@ _OPTIONS: Final[Mapping[bytes, tuple[str, Callable[[str, str], Any]]]] = {
 }
 
 
-def options_of(headers: Mapping[bytes, bytes]) -> RequestOptions:
-    """The options in the headers `Carpool-*`, `Accept` and `traceparent`. Raises InvalidArgumentError, which
-    names the header, also for one of an unknown name: it is probably misspelt."""
+def options_of(headers: Mapping[bytes, bytes], *, reads_accept: bool = True) -> RequestOptions:
+    """The options in the headers `Carpool-*`, `traceparent` and, if `reads_accept`, `Accept`. Raises
+    InvalidArgumentError, which names the header, also for one of an unknown name: it is probably misspelt."""
     options: dict[str, Any] = {}
     fields: dict[str, str | bytes] = {}
-    for name, value in headers.items():
+    for name in headers:
         if not name.startswith(_PREFIX):
             continue
+        value = headers[name]
         if name in _OPTIONS:
             option, read = _OPTIONS[name]
             options[option] = read(_shown(name), _decoded(name, value))
@@ -74,7 +75,7 @@ def options_of(headers: Mapping[bytes, bytes]) -> RequestOptions:
         fields["traceparent"] = trace
     if fields:
         options["fields"] = fields
-    if (accept := headers.get(b"accept")) is not None and (wanted := accepted(accept)):
+    if reads_accept and (accept := headers.get(b"accept")) is not None and (wanted := accepted(accept)):
         options["accept"] = wanted
     return options  # type: ignore[return-value]
 
@@ -123,7 +124,8 @@ def _quality_of(part: str) -> tuple[str, float]:
 
 def wants_stream(headers: Mapping[bytes, bytes]) -> bool:
     """Whether a client wants events."""
-    return STREAM in headers.get(b"accept", b"")
+    accept = headers.get(b"accept")
+    return accept is not None and STREAM in accept
 
 
 @lru_cache(maxsize=256)

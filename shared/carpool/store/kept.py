@@ -1,7 +1,8 @@
 """Requests that are added once, and whose results can be read by name until they expire.
 
 The name is the correlation ID, and that of a reply stream of its own. As long as the key `kept` lives, a
-request of this name is not added again. So a program that does not know whether its request was accepted,
+request of this name is not added again. The stream is there from when the request is added until its result
+expires. So a program that does not know whether its request was accepted,
 because a process died, sends it again and gets the one result.
 """
 
@@ -30,7 +31,7 @@ def keep_command(
 ) -> Command:
     """The command that adds a request, unless it was added before. Redis replies with None if it is added
     now, else with the fingerprint of the earlier one."""
-    names = [keys.requests, keys.kept(name)]
+    names = [keys.requests, keys.kept(name), keys.replies(name)]
     entry: dict[str, Argument] = {**fields, "correlation_id": name, "reply_to": name}
     stored = b""
     if len(body) < STORED_BYTES_MIN:
