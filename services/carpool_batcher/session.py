@@ -315,25 +315,25 @@ class Session:
 
     def _dispatch(self, dispatches: Sequence[Dispatch], decided_us: int) -> Generator[None]:
         scheduler = self.scheduler
-        outcome = scheduler.outcome(dispatches, decided_us)
+        remaining = scheduler.carry_out(dispatches, decided_us)
         batches, changes, tickets = self._store.dispatch(
-            outcome.dispatches,
+            remaining.dispatches,
             scheduler.settings.result_ttl_ms,
             self._order.take_arrivals(),
             self._settings_of_batches,
         )
         self._follow(changes)
         dispatched: list[Dispatch] = []
-        for decided, batch in zip(outcome.dispatches, batches, strict=True):
+        for decided, batch in zip(remaining.dispatches, batches, strict=True):
             if batch is None:
-                outcome.gone(decided)
+                remaining.gone(decided)
             else:
-                outcome.launched(batch.batch_id, batch.dispatch)
+                remaining.launched(batch.batch_id, batch.dispatch)
                 self._order.launched(batch.batch_id, batch.dispatch.runs)
                 dispatched.append(batch.dispatch)
         self._order.dispatched(tickets)
         self._observer.dispatched(dispatched, self._clock.now_us())
-        duplicates = outcome.finish()
+        duplicates = remaining.finish()
         if duplicates:
             yield from self._refuse(duplicates)
 

@@ -53,7 +53,7 @@ class BatchesInFlight:
 
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """A Dispatch was carried out, with these of its runs. Their bodies are released: they are in Redis,
-        in the batch. To be called by a DispatchOutcome, except where no request is sent twice."""
+        in the batch. To be called by DecidedDispatches, except where no request is sent twice."""
         if self._queue.bodies.are_popped:
             self._queue.bodies.launch(batch_id, dispatch.runs)
         batch = self._take(dispatch, now_us)
@@ -177,7 +177,7 @@ class BatchesInFlight:
             self._queue.look_again(process)
 
 
-class DispatchOutcome:
+class DecidedDispatches:
     """What becomes of the Dispatches of one `poll`. Report each of `dispatches`, in this order, as `launched`
     or `gone`; then `finish`.
 

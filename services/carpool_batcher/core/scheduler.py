@@ -65,7 +65,7 @@ from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.learned.learned import Learned
-from carpool_batcher.core.outcomes import BatchesInFlight, DispatchOutcome
+from carpool_batcher.core.outcomes import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.core.repeated import RepeatedRequests, unanswered
 from carpool_batcher.core.rules import Rules
@@ -81,8 +81,9 @@ __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Schedu
 class Scheduler:
     """The batching of one model. Report events to it; `poll` returns what to do, `wake_at_us` when to poll.
 
-    What becomes of Dispatches is reported to their `outcome`, and of batches in flight to `in_flight`.
-    `queue` has the waiting requests: its totals are for all to read, and of it others set `withheld` only.
+    What becomes of Dispatches is reported to what `carry_out` returns, and of batches in flight to
+    `in_flight`. `queue` has the waiting requests: its totals are for all to read, and of it others set
+    `withheld` only.
     It alone holds the settings; the parts below it have what they need of them as Rules.
     """
 
@@ -261,11 +262,11 @@ class Scheduler:
             if run.sequence is not None:
                 self.sequences.lose(run)  # it was to be dispatched
 
-    def outcome(self, dispatches: Sequence[Dispatch], decided_us: int) -> DispatchOutcome:
+    def carry_out(self, dispatches: Sequence[Dispatch], decided_us: int) -> DecidedDispatches:
         """All Dispatches of the last `poll`, which was at `decided_us`, are to be carried out. Returns which
         remain, and is told what becomes of them."""
         separated = self._repeated.separate(dispatches)
-        return DispatchOutcome(separated, decided_us, self.in_flight, self.queue, self.offer)
+        return DecidedDispatches(separated, decided_us, self.in_flight, self.queue, self.offer)
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -277,7 +278,7 @@ class Scheduler:
     # --- decisions -----------------------------------------------------------------------------------------
 
     def poll(self, now_us: int) -> list[Decision]:
-        """All decisions due by now. What becomes of the Dispatches must be reported to their `outcome`."""
+        """All decisions due by now. What becomes of the Dispatches must be reported: see `carry_out`."""
         pieces = self.poll_in_pieces(now_us)
         while True:
             try:

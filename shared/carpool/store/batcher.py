@@ -117,7 +117,7 @@ class Dispatched(NamedTuple):
     dispatch: Dispatch
 
 
-class DispatchOutcome(NamedTuple):
+class DispatchReply(NamedTuple):
     """What became of dispatches, in their order: None where none of the requests still waited."""
 
     batches: list[Dispatched | None]
@@ -235,7 +235,7 @@ class BatcherStore:
         result_ttl_ms: int,
         arrivals: Sequence[TicketRange] = (),
         settings: str = "",
-    ) -> DispatchOutcome:
+    ) -> DispatchReply:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
 
         One script, because batches share entries. It has a batch for each model process that can take one,
@@ -281,7 +281,7 @@ class BatcherStore:
             ],
             missing=[entry for entry in indexes if entry.id in missing_ids],
         )
-        return DispatchOutcome(dispatched, changes, tickets if arrivals else None)
+        return DispatchReply(dispatched, changes, tickets if arrivals else None)
 
     def _batch_element(
         self,
@@ -378,11 +378,11 @@ class BatcherStore:
         replies = self._run_active(_REFUSE, script_keys.keys, args)
 
         changes = EntryChanges([], [], [])
-        for entry, parts, (outcome, *part_ids) in zip(by_entry, remaining, replies, strict=True):
-            if outcome == b"PUT_BACK":
+        for entry, parts, (done, *part_ids) in zip(by_entry, remaining, replies, strict=True):
+            if done == b"PUT_BACK":
                 changes.put_back.append(_put_back(entry, parts, part_ids))
             else:
-                (changes.removed if outcome == b"REMOVED" else changes.missing).append(entry)
+                (changes.removed if done == b"REMOVED" else changes.missing).append(entry)
         return changes
 
     def renew_bodies(self, names: Sequence[str]) -> None:
