@@ -99,10 +99,10 @@ class Custom(Eager):
         self._policy = policy
 
     def form(self, lane: Lane, reason: DispatchReason, now_us: int) -> tuple[int, Sequence[Refusal]]:
-        slices = lane.peek_batch(self._rules.batch, self._rules.shares)
-        requests = [request for run, start, count in slices for request in run.requests(start, start + count)]
+        parts = lane.peek_batch(self._rules.batch, self._rules.shares)
+        requests = [request for run, start, count in parts for request in run.requests(start, start + count)]
         formed = self._policy.form(requests)
-        failed = self._queue.take_from(slices, formed.failed)
+        failed = self._queue.take_from(parts, formed.failed)
         return formed.size, [refusal(run, INTERNAL, "policy", formed.detail) for run in failed]
 
 

@@ -21,7 +21,7 @@ from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.eager import Eager
 from carpool_batcher.core.policies.plan import Forecast, is_efficient, latest_start_us, plan
 from carpool_batcher.core.rules import Rules, Shares
-from carpool_batcher.core.waiting.fairness import Slice
+from carpool_batcher.core.waiting.fairness import RunPart
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane
 from carpool_batcher.core.waiting.lane_index import ANY_TIME_US, Gate
 from carpool_batcher.core.waiting.queue import Queue
@@ -94,12 +94,12 @@ class Deferred(Eager):
         size_max = min(lane.executable, forecast.max_size)
         if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(self._rules.target_us):
             return size, ()  # all are in time: no plan is needed
-        slices = list(_planned_front(lane, self._rules.shares, PLANNED_BATCHES_MAX * size))
-        if not slices:
+        parts = list(_planned_front(lane, self._rules.shares, PLANNED_BATCHES_MAX * size))
+        if not parts:
             return size, ()
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
         deadlines_us: list[int] = []
-        for run, _, count in slices:
+        for run, _, count in parts:
             deadlines_us += [self._strict_deadline_us(run)] * count
         ahead_max = PLANNED_BATCHES_MAX * size * max(1, len(forecast.free_times_us))
         behind = min(lane.executable, ahead_max) - len(deadlines_us)
@@ -110,7 +110,7 @@ class Deferred(Eager):
         if not planned_size and self._begins_trial(lane, now_us):
             return size, ()
         if refused:
-            return 0, [_refuse_early(run, now_us) for run in self._queue.take_from(slices, refused)]
+            return 0, [_refuse_early(run, now_us) for run in self._queue.take_from(parts, refused)]
         return _length_with_doubtful(lane, self._rules.shares, planned_size, size), ()
 
     def _strict_deadline_us(self, run: Run) -> int:
@@ -126,7 +126,7 @@ class Deferred(Eager):
         return not is_in_flight and self._learned.begin_trial(lane.label, now_us)
 
 
-def _planned_front(lane: Lane, shares: Shares, size: int) -> Iterator[Slice]:
+def _planned_front(lane: Lane, shares: Shares, size: int) -> Iterator[RunPart]:
     """The first `size` requests of a lane that the model is expected to execute, in order. Not those behind
     more than `size` others: these may be any number."""
     others = size

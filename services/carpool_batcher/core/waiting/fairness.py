@@ -38,7 +38,7 @@ COST_DURATION: Final = 1 << 32  # of one unit of cost with weight 1, in virtual 
 TENANTS_KEPT_MIN: Final = 16  # turns are kept for this many tenants, plus twice those that wait
 
 
-class Slice(NamedTuple):
+class RunPart(NamedTuple):
     """`size` requests of a waiting run, from its request `start`."""
 
     run: Run
@@ -243,19 +243,19 @@ class FairQueue:
         """Whether several tenants wait for turns, and several lanes."""
         return self._turns.queues > 1 and len(self._turns.of) > 1
 
-    def in_order(self, shares: Shares) -> Iterator[Slice]:
+    def in_order(self, shares: Shares) -> Iterator[RunPart]:
         """All requests, in the order in which `pop` would return them. O(log of the waiting tenants) for
         each. The queue must not change meanwhile."""
         if len(self._runs) < 2:
             for run in self:
-                yield Slice(run, 0, len(run))
+                yield RunPart(run, 0, len(run))
             return
         numbers = count(self._turns.number + 1)
         later = (turn for turn in ascending(self._turns_here) if self._queued.get(turn.tenant) is turn)
         next_later = next(later, None)  # the tenant does not start before that, but perhaps after it
         turns: list[Turn] = []  # a heap
         runs: dict[str, Iterator[Run]] = {}
-        rests: dict[str, Slice] = {}  # what is left of a run that was served in part
+        rests: dict[str, RunPart] = {}  # what is left of a run that was served in part
         while turns or next_later is not None:
             while next_later is not None and (len(turns) < 2 or next_later < min(turns[1:3])):
                 heapq.heappush(turns, self._turns.of[next_later.tenant])
@@ -264,7 +264,7 @@ class FairQueue:
             turn = turns[0]
             rest = rests.pop(turn.tenant, None)
             if rest is None and (next_run := next(runs[turn.tenant], None)) is not None:
-                rest = Slice(next_run, 0, len(next_run))
+                rest = RunPart(next_run, 0, len(next_run))
             if rest is None:
                 heapq.heappop(turns)
                 continue
@@ -274,7 +274,7 @@ class FairQueue:
                 served = min(served, _in_one_turn(start, min(turns[1:3]).start, duration))
             heapq.heapreplace(turns, Turn(start + served * duration, next(numbers), turn.tenant))
             if served < rest.size:
-                rests[turn.tenant] = Slice(rest.run, rest.start + served, rest.size - served)
+                rests[turn.tenant] = RunPart(rest.run, rest.start + served, rest.size - served)
             yield rest._replace(size=served)
 
     def oldest_arrival_us(self) -> int:

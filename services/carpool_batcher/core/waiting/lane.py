@@ -15,7 +15,7 @@ from carpool.messages.requests import Run
 from carpool_batcher.core.learned.doubtful_producers import executable_size
 from carpool_batcher.core.rules import EQUAL_SHARES, BatchLimits, Shares
 from carpool_batcher.core.waiting.batch_space import BatchSpace, bytes_of
-from carpool_batcher.core.waiting.fairness import FairQueue, Slice, Turns, TurnsByRank
+from carpool_batcher.core.waiting.fairness import FairQueue, RunPart, Turns, TurnsByRank
 
 NEVER_US: Final = 1 << 62
 
@@ -239,21 +239,21 @@ class Lane:
         """Whether its next batch could not grow by waiting."""
         return self.count >= limits.size or self.cost >= limits.cost or self.bytes >= limits.bytes
 
-    def in_order(self, shares: Shares) -> Iterator[Slice]:
+    def in_order(self, shares: Shares) -> Iterator[RunPart]:
         """All requests, in the order in which `pop_batch` would return them."""
         return chain.from_iterable(queue.in_order(shares) for queue in self._queues.values())
 
-    def peek_batch(self, limits: BatchLimits, shares: Shares) -> list[Slice]:
+    def peek_batch(self, limits: BatchLimits, shares: Shares) -> list[RunPart]:
         """The requests that `pop_batch` would return, without removing them."""
         space = BatchSpace(limits)
-        slices: list[Slice] = []
+        parts: list[RunPart] = []
         for run, start, count in self.in_order(shares):
             fitting = space.add(run, start, count)
             if fitting:
-                slices.append(Slice(run, start, fitting))
+                parts.append(RunPart(run, start, fitting))
             if fitting < count:
                 break
-        return slices
+        return parts
 
     def earliest_due_us(self, target_us: int | None) -> int:
         """The earliest due time of the requests that have not expired; NEVER_US if none is ever due.

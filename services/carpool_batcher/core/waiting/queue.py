@@ -24,7 +24,7 @@ from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.waiting.batch_space import bytes_of, sizes_bytes
 from carpool_batcher.core.waiting.delayed import DelayedRuns
 from carpool_batcher.core.waiting.duplicates import BodiesInUse, WaitingIds, repeated_in
-from carpool_batcher.core.waiting.fairness import Slice, Turns, TurnsByRank
+from carpool_batcher.core.waiting.fairness import RunPart, Turns, TurnsByRank
 from carpool_batcher.core.waiting.lane import Lane, PoppedBatch
 from carpool_batcher.core.waiting.withdrawals import ArrivedLater
 
@@ -268,9 +268,9 @@ class Queue:
         self._count_removed(taken, bytes_of(taken))
         return taken
 
-    def take_from(self, slices: Sequence[Slice], indexes: Iterable[int]) -> list[Run]:
-        """Remove the requests at these indexes, counted over all slices, and return them as runs."""
-        requests = [(run, at) for run, start, count in slices for at in range(start, start + count)]
+    def take_from(self, parts: Sequence[RunPart], indexes: Iterable[int]) -> list[Run]:
+        """Remove the requests at these indexes, counted over all parts, and return them as runs."""
+        requests = [(run, at) for run, start, count in parts for at in range(start, start + count)]
         by_run: dict[Run, list[int]] = {}
         for index in indexes:
             run, at = requests[index]
