@@ -12,7 +12,7 @@ from carpool.messages.batches import Dispatch
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.messages.settled import BatchSettled
-from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.meter import Meter

@@ -14,8 +14,8 @@ from carpool.rows import Bodies
 from carpool.tickets import Tickets
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.in_flight import InFlightBatch
-from carpool_batcher.core.outcomes import BatchesInFlight
+from carpool_batcher.core.in_flight import BatchesInFlight
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.waiting import lane
 from carpool_batcher.core.waiting.batch_space import BatchSpace
 from carpool_batcher.core.waiting.fairness import FairQueue, Turns

@@ -34,7 +34,7 @@ from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.outcomes import DecidedDispatches
+from carpool_batcher.core.in_flight import DecidedDispatches
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from support.any_fields import START_MS, Batcher, as_flat
 from support.scheduler_harness import MS

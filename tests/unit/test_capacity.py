@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.lane_latency import LANE_BATCHES_MIN, LANES_MAX
 from support.scheduler_harness import LearningCapacity
 

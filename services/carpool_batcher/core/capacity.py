@@ -43,7 +43,7 @@ from collections import deque
 from heapq import heapreplace
 from typing import Final
 
-from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.executed_share import ExecutionTimes
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.rules import NO_LIMIT

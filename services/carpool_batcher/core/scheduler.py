@@ -64,8 +64,8 @@ from carpool_batcher.core.capacity import BoundCapacity, Capacity
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
 from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.in_flight import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.learned.learned import Learned
-from carpool_batcher.core.outcomes import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.core.repeated import RepeatedRequests, unanswered
 from carpool_batcher.core.rules import Rules
