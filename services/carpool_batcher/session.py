@@ -241,7 +241,7 @@ class Session:
             if refusals:
                 yield from self._refuse(refusals)
                 refusals = []
-            self._order.admit(runs)
+            self._order.issue(runs)
         # The rest of an entry may have been put back in others by then.
         return refusals + [refusal.where_it_is() for refusal in admitted.ended], admitted.emptied
 
@@ -288,7 +288,7 @@ class Session:
     ) -> Generator[None]:
         """Answer requests that are not dispatched, in as many pieces as scripts are needed."""
         scheduler = self.scheduler
-        self._order.enter_if_any()
+        self._order.admit_if_any()
         ttl_ms = scheduler.settings.result_ttl_ms
         answered: list[Refusal] = []
         for part in divide(refusals, emptied, changes_of_sequences, freed):
