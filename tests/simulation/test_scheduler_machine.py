@@ -1029,7 +1029,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for dispatch in dispatches:
             runs = [run for run in dispatch.runs if run in carried_out]
             if not runs:
-                self.scheduler.in_flight.cancel()
+                self.scheduler.in_flight.unreserve()
                 continue
             self.number += 1
             batch_id = f"batch {self.number}"

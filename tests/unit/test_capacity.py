@@ -139,8 +139,8 @@ def test_reservation_takes_capacity_until_it_is_cancelled() -> None:
     assert capacity.free_at_us(0) is None
     capacity.reserve()
     assert not capacity.has_capacity()
-    capacity.cancel()
-    capacity.cancel()
+    capacity.unreserve()
+    capacity.unreserve()
     assert capacity.free_at_us(0) == 0
 
 

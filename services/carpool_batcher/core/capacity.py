@@ -92,11 +92,11 @@ class Capacity:
         self._cost_per_process = cost_max if slots else None
 
     def reserve(self, cost: int = 0) -> None:
-        """Take up capacity for a batch that was decided on; `launch` or `cancel` follows, in this order."""
+        """Take up capacity for a decided batch; `launch` or `unreserve` follows, in this order."""
         self._reserved.append(cost)
         self._cost += cost
 
-    def cancel(self) -> None:
+    def unreserve(self) -> None:
         """The batch reserved first was not dispatched."""
         self._cost -= self._reserved.popleft()
 

@@ -59,10 +59,10 @@ class BatchesInFlight:
         self._capacity.launch(batch_id, batch)
         self._watch(batch_id, batch, dispatch.runs)
 
-    def cancel(self, process: str = "") -> None:
+    def unreserve(self, process: str = "") -> None:
         """The oldest Dispatch of which nothing was reported, to this process, was not carried out. To be
         called as `launch` is."""
-        self._capacity.cancel()
+        self._capacity.unreserve()
         self._leave_process(process)
 
     def adopt(self, batch_id: str, dispatch: Dispatch, dispatched_us: int) -> None:
@@ -241,7 +241,7 @@ class DecidedDispatches:
 
     def gone(self, dispatch: Dispatch) -> None:
         """The next one was not carried out: none of its runs was still in Redis."""
-        self._in_flight.cancel(dispatch.process)
+        self._in_flight.unreserve(dispatch.process)
 
     def finish(self) -> list[Refusal]:
         """All were reported. Returns the Refusals of what repeats a request in flight since: of the copies
