@@ -198,7 +198,7 @@ class Dispatcher:
         ready_at_us, reason = self._policy.ready(lane, now_us)
         is_busy = lane.process and self._processes.is_busy(lane.process)
         gate = Gate.BUSY if is_busy else self._policy.gate(reason)
-        return gate, Claim(lane.name, lane.head()[1], reason, ready_at_us)
+        return gate, Claim(lane.name, lane.front()[1], reason, ready_at_us)
 
     # --- forming a batch -----------------------------------------------------------------------------------
 

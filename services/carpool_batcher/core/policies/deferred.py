@@ -94,7 +94,7 @@ class Deferred(Eager):
         size_max = min(lane.executable, forecast.max_size)
         if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(self._rules.target_us):
             return size, ()  # all are in time: no plan is needed
-        parts = list(_planned_front(lane, self._rules.shares, PLANNED_BATCHES_MAX * size))
+        parts = list(_planned_first(lane, self._rules.shares, PLANNED_BATCHES_MAX * size))
         if not parts:
             return size, ()
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
@@ -126,7 +126,7 @@ class Deferred(Eager):
         return not is_in_flight and self._learned.begin_trial(lane.label, now_us)
 
 
-def _planned_front(lane: Lane, shares: Shares, size: int) -> Iterator[RunPart]:
+def _planned_first(lane: Lane, shares: Shares, size: int) -> Iterator[RunPart]:
     """The first `size` requests of a lane that the model is expected to execute, in order. Not those behind
     more than `size` others: these may be any number."""
     others = size

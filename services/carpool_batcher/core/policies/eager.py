@@ -42,7 +42,7 @@ class Eager:
             return ANY_TIME_US, "preferred"
         if lane.urgent:
             return ANY_TIME_US, "deadline"
-        return lane.head()[1] + rules.queue_delay_us, "delay" if rules.has_queue_delay else "idle"
+        return lane.front()[1] + rules.queue_delay_us, "delay" if rules.has_queue_delay else "idle"
 
     def gate(self, reason: DispatchReason) -> Gate:
         """What a batch that is ready for this reason has to wait for."""

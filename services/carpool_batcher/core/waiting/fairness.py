@@ -155,14 +155,12 @@ class FairQueue:
     inserted in the order of arrival (`waiting.arrival_order`).
     """
 
-    __slots__ = ("_changed", "_oldest", "_queued", "_runs", "_turns", "_turns_here", "changed_heads")
+    __slots__ = ("_changed", "_oldest", "_queued", "_runs", "_turns", "_turns_here", "changed_fronts")
 
     def __init__(self, turns: Turns | None = None) -> None:
         self._turns = Turns() if turns is None else turns
         self._runs: dict[str, ArrivalOrder] = {}  # by tenant
-        self.changed_heads: set[str] = (
-            set()
-        )  # tenants whose first run changed since the index of lanes looked
+        self.changed_fronts: set[str] = set()  # tenants whose first run changed since the last `fronts`
         # While several tenants wait here:
         self._turns_here: list[Turn] = []  # a heap of their turns when last looked at; outdated are skipped
         self._queued: dict[str, Turn] = {}  # the current item of each tenant in the heap
@@ -191,12 +189,12 @@ class FairQueue:
             else:
                 self._queue_turn(tenant)
         if runs.insert(run):
-            self._head_changed(tenant)
+            self._front_changed(tenant)
 
     def remove(self, run: Run) -> None:
         """Remove a run from any position. This does not use up a turn of its tenant."""
         if self._runs[run.tenant].remove(run):
-            self._head_changed(run.tenant)
+            self._front_changed(run.tenant)
         else:
             self._remove_tenant(run.tenant)
 
@@ -225,7 +223,7 @@ class FairQueue:
         if size < waiting:
             return run.cut(size)
         if runs.remove(run):
-            self.changed_heads.add(tenant)
+            self.changed_fronts.add(tenant)
             if is_shared:
                 self._changed.add(tenant)
         else:
@@ -297,16 +295,16 @@ class FairQueue:
         runs = self._runs.get(tenant)
         return None if runs is None else runs.first().arrival_us
 
-    def heads(self, *, changed: bool) -> list[tuple[str, int]]:
+    def fronts(self, *, changed: bool) -> list[tuple[str, int]]:
         """The tenants that wait here, and the arrival of the oldest request of each; with `changed`, only of
         those whose first run changed since the last call."""
-        runs, tenants = self._runs, self.changed_heads if changed else self._runs
-        heads = [(tenant, runs[tenant].first().arrival_us) for tenant in tenants]
-        self.changed_heads.clear()
-        return heads
+        runs, tenants = self._runs, self.changed_fronts if changed else self._runs
+        fronts = [(tenant, runs[tenant].first().arrival_us) for tenant in tenants]
+        self.changed_fronts.clear()
+        return fronts
 
-    def _head_changed(self, tenant: str) -> None:
-        self.changed_heads.add(tenant)
+    def _front_changed(self, tenant: str) -> None:
+        self.changed_fronts.add(tenant)
         if len(self._runs) > 1:
             self._changed.add(tenant)
 
@@ -343,7 +341,7 @@ class FairQueue:
         """A tenant has no more waiting requests here."""
         del self._runs[tenant]
         self._turns.leave(tenant)
-        self.changed_heads.discard(tenant)
+        self.changed_fronts.discard(tenant)
         if not self._runs:
             self._turns.queues -= 1
             return

@@ -81,8 +81,8 @@ class LaneIndex:
         self._later: list[list[tuple[int, Claim]]] = []  # a heap for each gate
         self._oldest: list[tuple[int, str]] = []  # a heap of arrivals and lanes
         self._only: _Entry | None = None  # a lane that is in no heap, because there is no other one
-        self._heads = 0  # in the heaps of all tenants
-        self._heads_max = 0
+        self._fronts = 0  # in the heaps of all tenants
+        self._fronts_max = 0
         self._rebuild()
 
     def put(self, gate: Gate, claim: Claim, lane: Lane, now_us: int) -> None:
@@ -104,13 +104,13 @@ class LaneIndex:
             self._push(entry)
         elif entry.is_ready and is_ready and entry.gate is gate:
             self._replace(entry, claim)
-            if lane.has_changed_heads():
-                self._enter(entry, lane.heads(changed=True))
+            if lane.has_changed_fronts():
+                self._enter(entry, lane.fronts(changed=True))
         elif entry.gate is not gate or entry.claim != claim:
             self._replace(entry, claim)
             entry.gate, entry.is_ready = gate, is_ready
             self._push(entry)
-        if self._heads > self._heads_max or len(self._oldest) > 2 * len(self._entries) + CLAIMS_MIN:
+        if self._fronts > self._fronts_max or len(self._oldest) > 2 * len(self._entries) + CLAIMS_MIN:
             self._rebuild()
 
     def remove(self, lane: str) -> None:
@@ -191,11 +191,11 @@ class LaneIndex:
                 if (
                     entry is not None
                     and self._is_ready(entry, gate, now_us)
-                    and entry.lane.is_head(rank, turn.tenant, arrival_us)
+                    and entry.lane.is_front(rank, turn.tenant, arrival_us)
                 ):
                     break
                 heapq.heappop(lanes)
-                self._heads -= 1
+                self._fronts -= 1
             if not lanes:
                 heapq.heappop(ready.turns)
                 del ready.by_tenant[turn.tenant]
@@ -228,7 +228,7 @@ class LaneIndex:
 
     def _push(self, entry: _Entry) -> None:
         if entry.is_ready:
-            self._enter(entry, entry.lane.heads(changed=False))
+            self._enter(entry, entry.lane.fronts(changed=False))
             return
         later = self._later[entry.gate]
         if len(later) > 2 * len(self._entries) + CLAIMS_MIN:
@@ -236,10 +236,10 @@ class LaneIndex:
             heapq.heapify(later)
         heapq.heappush(later, (entry.claim.ready_at_us, entry.claim))
 
-    def _enter(self, entry: _Entry, heads: Iterable[tuple[int, str, int]]) -> None:
-        """These heads are new in a lane that is ready."""
+    def _enter(self, entry: _Entry, fronts: Iterable[tuple[int, str, int]]) -> None:
+        """These fronts are new in a lane that is ready."""
         by_rank, lane = self._ready[entry.gate], entry.claim.lane
-        for rank, tenant, arrival_us in heads:
+        for rank, tenant, arrival_us in fronts:
             ready = by_rank.get(rank)
             if ready is None:
                 ready = by_rank[rank] = _ReadyLanes()
@@ -248,7 +248,7 @@ class LaneIndex:
                 lanes = ready.by_tenant[tenant] = []
                 heapq.heappush(ready.turns, self._turns[rank].of[tenant])
             heapq.heappush(lanes, (arrival_us, lane))
-            self._heads += 1
+            self._fronts += 1
 
     def _rebuild(self) -> None:
         """Drop what is outdated. O(1) amortised."""
@@ -256,7 +256,7 @@ class LaneIndex:
         self._later = [[] for _ in Gate]
         self._oldest = [(entry.claim.arrival_us, lane) for lane, entry in self._entries.items()]
         heapq.heapify(self._oldest)
-        self._heads = 0
+        self._fronts = 0
         for entry in self._entries.values():
             self._push(entry)
-        self._heads_max = 2 * self._heads + CLAIMS_MIN
+        self._fronts_max = 2 * self._fronts + CLAIMS_MIN
