@@ -10,10 +10,10 @@ import pytest
 from carpool.messages.requests import Producer
 from carpool.messages.settled import ExecutedOf
 from carpool.producer_ratios import PRODUCERS_MAX
+from carpool_batcher.core.applied_settings import Shares
 from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers
 from carpool_batcher.core.learned.executed_share import BATCHES_MAX
 from carpool_batcher.core.policies.deferred import ArrivalRate
-from carpool_batcher.core.rules import Shares
 from carpool_batcher.core.waiting.fairness import RunPart
 from carpool_batcher.core.waiting.lane import Lane
 from support.scheduler_harness import MS, SchedulerHarness

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from carpool.messages.requests import Entry, Run
 from carpool.rows import Bodies, Rows, StoredBody
-from carpool_batcher.core.rules import EQUAL_SHARES, NO_LIMIT, NO_WEIGHTS, BatchLimits, Shares
+from carpool_batcher.core.applied_settings import EQUAL_SHARES, NO_LIMIT, NO_WEIGHTS, BatchLimits, Shares
 from carpool_batcher.core.waiting.batch_space import bytes_of
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane
 

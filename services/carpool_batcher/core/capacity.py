@@ -43,10 +43,10 @@ from collections import deque
 from heapq import heapreplace
 from typing import Final
 
+from carpool_batcher.core.applied_settings import NO_LIMIT
 from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.executed_share import ExecutionTimes
 from carpool_batcher.core.learned.learned import Learned
-from carpool_batcher.core.rules import NO_LIMIT
 
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion

@@ -9,13 +9,13 @@ from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind
+from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, duplicate
 from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.doubtful_producers import executable_size
 from carpool_batcher.core.learned.learned import Learned
-from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.sequences.space import Processes
 from carpool_batcher.core.waiting.duplicates import IdsInFlight, Separated
@@ -31,7 +31,7 @@ class BatchesInFlight:
 
     def __init__(
         self,
-        rules: Rules,
+        applied: AppliedSettings,
         queue: Queue,
         deadlines: Deadlines,
         capacity: Capacity,
@@ -41,7 +41,7 @@ class BatchesInFlight:
     ) -> None:
         self.batches: Mapping[str, InFlightBatch] = capacity.in_flight
         self.ids = IdsInFlight()
-        self._rules = rules
+        self._applied = applied
         self._queue = queue
         self._deadlines = deadlines
         self._capacity = capacity
@@ -72,7 +72,7 @@ class BatchesInFlight:
         self._capacity.adopt(batch_id, batch)
         self._watch(batch_id, batch, dispatch.runs)
         for run in dispatch.runs:
-            if run.sequence is not None and self._rules.has_sequences:  # not one of a model that was replaced
+            if run.sequence is not None and self._applied.has_sequences:  # not one of the model before
                 self._sequences.adopt(run, dispatch.process)
         if dispatch.process:
             self._processes.begin_batch(dispatch.process)
@@ -133,10 +133,10 @@ class BatchesInFlight:
             arrivals.append((run.arrival_us, count))
             size += count
             run.bodies = []
-        kind = self._rules.kind
+        kind = self._applied.kind
         runs: Sequence[Run] = () if kind is ModelKind.PLAIN else dispatch.runs
         cost = 0
-        if kind is ModelKind.STEPPING and self._rules.has_batch_cost:
+        if kind is ModelKind.STEPPING and self._applied.has_batch_cost:
             cost = sum([run.cost * len(run) for run in runs])
         batch = InFlightBatch(
             dispatched_us, size, dispatch.lane, expiring, arrivals, runs, cost, dispatch.process
@@ -150,13 +150,13 @@ class BatchesInFlight:
 
     def _watch(self, batch_id: str, batch: InFlightBatch, runs: Sequence[Run]) -> None:
         self._deadlines.watch_batch(batch_id, batch.expiring)
-        if not self._rules.has_sequences:
+        if not self._applied.has_sequences:
             self.ids.launch(batch_id, runs)
-        if self._rules.kind is ModelKind.STEPPING:
+        if self._applied.kind is ModelKind.STEPPING:
             self._streams.add(batch_id, batch.runs)
 
     def _runs_of_sequences(self, batch_id: str) -> list[Run]:
-        if not self._rules.has_sequences:
+        if not self._applied.has_sequences:
             return []
         batch = self.batches.get(batch_id)
         return [] if batch is None else [run for run in batch.runs if run.sequence is not None]

@@ -60,6 +60,7 @@ from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Entry, Run, Withdrawal
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelKind, ModelSettings
+from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
@@ -68,7 +69,6 @@ from carpool_batcher.core.in_flight import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.core.repeated import RepeatedRequests, unanswered
-from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.sequences.space import Processes
@@ -84,7 +84,7 @@ class Scheduler:
     What becomes of Dispatches is reported to what `carry_out` returns, and of batches in flight to
     `in_flight`. `queue` has the waiting requests: its totals are for all to read, and of it others set
     `withheld` only.
-    It alone holds the settings; the parts below it have what they need of them as Rules.
+    It alone holds the settings; the parts below it have what they need of them as AppliedSettings.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class Scheduler:
         self.capacity = (BoundCapacity if is_bound else Capacity)(self.learned, model_processes)
         self.processes = Processes()  # of a bound model
         self.sequences = Sequences(self.processes if is_bound else None)
-        self._rules = Rules(settings, kind)
-        self.queue = Queue(self._rules, self.sequences)
-        self._deadlines = Deadlines(self._rules, self.queue, self.capacity, self.learned)
-        self._dispatcher = Dispatcher(self._rules, self.queue, self.capacity, self.learned, self.processes)
+        self._applied = AppliedSettings(settings, kind)
+        self.queue = Queue(self._applied, self.sequences)
+        self._deadlines = Deadlines(self._applied, self.queue, self.capacity, self.learned)
+        self._dispatcher = Dispatcher(self._applied, self.queue, self.capacity, self.learned, self.processes)
         self._withdrawals = PendingWithdrawals()
         self.in_flight = BatchesInFlight(
-            self._rules,
+            self._applied,
             self.queue,
             self._deadlines,
             self.capacity,
@@ -124,9 +124,9 @@ class Scheduler:
 
     @settings.setter
     def settings(self, settings: ModelSettings) -> None:
-        had_delay = self._rules.has_queue_delay
+        had_delay = self._applied.has_queue_delay
         self._apply(settings, self.kind)
-        if self._rules.has_queue_delay and not had_delay:
+        if self._applied.has_queue_delay and not had_delay:
             self._deadlines.watch_all_again()
 
     @property
@@ -142,7 +142,7 @@ class Scheduler:
     @property
     def kind(self) -> ModelKind:
         """How the model executes requests. It may change, but not to or from a kind with sequences."""
-        return self._rules.kind
+        return self._applied.kind
 
     @kind.setter
     def kind(self, kind: ModelKind) -> None:
@@ -152,7 +152,7 @@ class Scheduler:
         """These are the settings and the kind from now on."""
         self._settings = settings
         is_stepping = kind is ModelKind.STEPPING
-        self._rules.follow(settings, kind)
+        self._applied.follow(settings, kind)
         self._dispatcher.choose_policy(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
@@ -185,10 +185,10 @@ class Scheduler:
         """
         if self._withdrawals.arrived_later:
             self._withdrawals.arrive(run)
-        if run.sequence is not None or self._rules.has_sequences:
+        if run.sequence is not None or self._applied.has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
-                return [refused] if self._rules.has_sequences else list(self._repeated.answer_once(refused))
+                return [refused] if self._applied.has_sequences else list(self._repeated.answer_once(refused))
         if self.learned.producers:
             run.is_doubtful = self.learned.producers.is_doubtful(run.producer)
         refusals = self.queue.admit(run, now_us, self._repeated.is_sent_again)
@@ -202,7 +202,7 @@ class Scheduler:
         """A request arrived that could not be decoded, or columns of several. Returns its Refusals: without
         an answer for those that were sent again, and wait or are in flight. A limit of the model that they
         exceed now may have been a higher one before."""
-        if not self._rules.has_sequences:
+        if not self._applied.has_sequences:
             return self._repeated.answer_once(refused)
         part = refused.breaks
         if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
@@ -217,7 +217,7 @@ class Scheduler:
 
     def _refusal_of_sequence(self, run: Run) -> Refusal | None:
         """Why a request cannot wait, because of the sequence that it is part of, or is not part of."""
-        if not self._rules.has_sequences:
+        if not self._applied.has_sequences:
             detail = "sequence_id: this model keeps no states of sequences"
             return refusal(run, UNIMPLEMENTED, "input", detail)
         if run.sequence is None:
@@ -298,7 +298,7 @@ class Scheduler:
             decisions = yield from self._deadlines.run_due(now_us)
             if self._deadlines.has_due(now_us):
                 return decisions  # very many have expired: first all of these, so that none is dispatched
-        if not self._rules.has_sequences:
+        if not self._applied.has_sequences:
             decisions += self._dispatcher.dispatch(now_us)
             return self._repeated.answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
@@ -332,7 +332,7 @@ class Scheduler:
         withdrawals_us = self._withdrawals.due_us(self.queue.count)
         if withdrawals_us is not None:
             wake_us = earlier(wake_us, withdrawals_us)
-        return earlier(wake_us, self.sequences.wake_at_us()) if self._rules.has_sequences else wake_us
+        return earlier(wake_us, self.sequences.wake_at_us()) if self._applied.has_sequences else wake_us
 
     def earliest_dispatch_us(self) -> int:
         """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not

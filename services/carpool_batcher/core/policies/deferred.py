@@ -15,12 +15,12 @@ from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages.batches import DispatchReason
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
+from carpool_batcher.core.applied_settings import AppliedSettings, Shares
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import refusal
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.eager import Eager
 from carpool_batcher.core.policies.plan import Forecast, is_efficient, latest_start_us, plan
-from carpool_batcher.core.rules import Rules, Shares
 from carpool_batcher.core.waiting.fairness import RunPart
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane
 from carpool_batcher.core.waiting.lane_index import ANY_TIME_US, Gate
@@ -39,8 +39,8 @@ class Deferred(Eager):
     is_full_final = False
     forecasts = True
 
-    def __init__(self, rules: Rules, queue: Queue, capacity: Capacity, learned: Learned) -> None:
-        super().__init__(rules, queue)
+    def __init__(self, applied: AppliedSettings, queue: Queue, capacity: Capacity, learned: Learned) -> None:
+        super().__init__(applied, queue)
         self._capacity = capacity
         self._learned = learned
         self._arrivals = ArrivalRate()
@@ -59,14 +59,14 @@ class Deferred(Eager):
         forecast, size = self._forecast(lane), max(1, lane.executable)
         if is_efficient(forecast.times, size, forecast.max_size, self._gap_us(lane, now_us)):
             return ANY_TIME_US, "efficient"
-        start_us = latest_start_us(forecast, lane.earliest_due_us(self._rules.target_us), size)
+        start_us = latest_start_us(forecast, lane.earliest_due_us(self._applied.target_us), size)
         if reason == "delay" and delay_ends_us < start_us:
             return at_once
         return start_us, "deadline"
 
     def _is_due(self, lane: Lane) -> bool:
         """Whether l(n) is known, and when something in a lane is due."""
-        return self._learned.latency.known and lane.earliest_due_us(self._rules.target_us) != NEVER_US
+        return self._learned.latency.known and lane.earliest_due_us(self._applied.target_us) != NEVER_US
 
     def _gap_us(self, lane: Lane, now_us: int) -> float:
         """How long all idle processes together wait for one more request of a lane."""
@@ -77,7 +77,7 @@ class Deferred(Eager):
         """What is known of a lane's batches, without when processes are free."""
         transit = self._learned.transit_by_size
         return Forecast(
-            self._learned.times_of(lane.label), self._rules.batch.size, transit, transit.at_most_us
+            self._learned.times_of(lane.label), self._applied.batch.size, transit, transit.at_most_us
         )
 
     # --- which requests ------------------------------------------------------------------------------------
@@ -92,9 +92,9 @@ class Deferred(Eager):
             return size, ()
         forecast, starts_us = self._forecast(lane), self._capacity.starts_us(now_us)
         size_max = min(lane.executable, forecast.max_size)
-        if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(self._rules.target_us):
+        if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(self._applied.target_us):
             return size, ()  # all are in time: no plan is needed
-        parts = list(_planned_first(lane, self._rules.shares, PLANNED_BATCHES_MAX * size))
+        parts = list(_planned_first(lane, self._applied.shares, PLANNED_BATCHES_MAX * size))
         if not parts:
             return size, ()
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
@@ -111,14 +111,14 @@ class Deferred(Eager):
             return size, ()
         if refused:
             return 0, [_refuse_early(run, now_us) for run in self._queue.take_from(parts, refused)]
-        return _length_with_doubtful(lane, self._rules.shares, planned_size, size), ()
+        return _length_with_doubtful(lane, self._applied.shares, planned_size, size), ()
 
     def _strict_deadline_us(self, run: Run) -> int:
         """The deadline for which a run may be refused early: NEVER_US if it has only a target, or is served
         even after its deadline."""
         if run.deadline_us is None or run.is_late:
             return NEVER_US
-        return NEVER_US if self._rules.served_late[run.priority] else run.deadline_us
+        return NEVER_US if self._applied.served_late[run.priority] else run.deadline_us
 
     def _begins_trial(self, lane: Lane, now_us: int) -> bool:
         """O(batches in flight)."""

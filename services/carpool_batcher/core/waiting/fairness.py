@@ -30,7 +30,7 @@ from itertools import chain, count
 from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run
-from carpool_batcher.core.rules import Shares
+from carpool_batcher.core.applied_settings import Shares
 from carpool_batcher.core.waiting.arrival_order import ArrivalOrder, ascending
 from carpool_batcher.core.waiting.batch_space import BatchSpace
 

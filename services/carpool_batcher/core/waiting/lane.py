@@ -12,8 +12,8 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run
+from carpool_batcher.core.applied_settings import EQUAL_SHARES, BatchLimits, Shares
 from carpool_batcher.core.learned.doubtful_producers import executable_size
-from carpool_batcher.core.rules import EQUAL_SHARES, BatchLimits, Shares
 from carpool_batcher.core.waiting.batch_space import BatchSpace, bytes_of
 from carpool_batcher.core.waiting.fairness import FairQueue, RunPart, Turns, TurnsByRank
 

@@ -17,8 +17,8 @@ from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.messages.requests import PRIORITY_LEVELS, Run
 from carpool.messages.results import Refusal
 from carpool.rows import StoredBody
+from carpool_batcher.core.applied_settings import NO_LIMIT, AppliedSettings, BatchLimits, Shares
 from carpool_batcher.core.decisions import duplicate, refusal
-from carpool_batcher.core.rules import NO_LIMIT, BatchLimits, Rules, Shares
 from carpool_batcher.core.sequences.heads import Decided
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.waiting.batch_space import bytes_of, sizes_bytes
@@ -52,8 +52,8 @@ class Queue:
     bodies. `turns` are those of tenants, by rank, over all lanes.
     """
 
-    def __init__(self, rules: Rules, sequences: Sequences) -> None:
-        self._rules = rules
+    def __init__(self, applied: AppliedSettings, sequences: Sequences) -> None:
+        self._applied = applied
         self.count = 0
         self.bytes = 0
         self.arrived = 0
@@ -61,7 +61,7 @@ class Queue:
         self.turns = TurnsByRank(Turns)
         self.lanes: dict[str, Lane] = {"": Lane("", turns=self.turns)}  # only this one may be empty
         self.changed: set[str] = set()
-        self.delayed = DelayedRuns(rules)
+        self.delayed = DelayedRuns(applied)
         self.ids = WaitingIds()
         self.bodies = BodiesInUse()
         self._count_by_priority = [0] * PRIORITY_LEVELS
@@ -91,19 +91,19 @@ class Queue:
         A request that is not admitted and `is_sent_again` gets no answer: the first copy of it has one. The
         later copies of requests give their places to others, so there may be Refusals of other runs.
         """
-        rules = self._rules
+        applied = self._applied
         refusals: list[Refusal] = []
         if len(run.correlation_ids) > 1 and len(set(run.correlation_ids)) < len(run.correlation_ids):
             refusals.append(duplicate(run.take(repeated_in(run, set()))))
-        if rules.has_batch_cost and run.cost > rules.batch.cost:
-            detail = f"cost: {run.cost} is over this model's max_batch_cost {rules.batch.cost}"
+        if applied.has_batch_cost and run.cost > applied.batch.cost:
+            detail = f"cost: {run.cost} is over this model's max_batch_cost {applied.batch.cost}"
             return refusals + _refuse(run, is_sent_again, INVALID_ARGUMENT, "cost", detail)
         is_delayed = run.not_before_ms > 0 and run.arrival_us > now_us
         size_bytes, count = bytes_of(run), len(run.correlation_ids)
         if (
-            self.count + self.withheld + count <= rules.queue_size
-            and self.bytes + size_bytes <= rules.queue_bytes
-            and (not rules.queue_size_of_priority or count <= self._priority_space(run.priority))
+            self.count + self.withheld + count <= applied.queue_size
+            and self.bytes + size_bytes <= applied.queue_bytes
+            and (not applied.queue_size_of_priority or count <= self._priority_space(run.priority))
             and (not is_delayed or self.delayed.have_space(run, size_bytes))
         ):
             self._insert(run, size_bytes, is_delayed=is_delayed)
@@ -190,14 +190,14 @@ class Queue:
     def _limits_of(self, run: Run, *, is_delayed: bool) -> tuple[_Limit, _Limit]:
         """How many more requests like those of a run may wait, and of how many bytes."""
         numbers = [
-            _Limit(self._rules.queue_size - self.count - self.withheld, "queue_size", partial(_full, self)),
+            _Limit(self._applied.queue_size - self.count - self.withheld, "queue_size", partial(_full, self)),
             _Limit(
                 self._priority_space(run.priority),
                 "queue_size",
                 lambda sizes: _full_for_priority(run.priority),
             ),
         ]
-        sizes = [_Limit(self._rules.queue_bytes - self.bytes, "queue_bytes", partial(_full_of_bytes, self))]
+        sizes = [_Limit(self._applied.queue_bytes - self.bytes, "queue_bytes", partial(_full_of_bytes, self))]
         if is_delayed:
             number, size_bytes = self.delayed.space(run.priority)
             numbers.append(_Limit(number, "delayed", lambda sizes: self.delayed.full()))
@@ -206,14 +206,14 @@ class Queue:
 
     def _priority_space(self, priority: int) -> int:
         """How many more requests of a priority may wait by the limit of this priority."""
-        limit = self._rules.queue_size_of_priority.get(priority, NO_LIMIT)
+        limit = self._applied.queue_size_of_priority.get(priority, NO_LIMIT)
         return limit - self._count_by_priority[priority]
 
     # --- removing ------------------------------------------------------------------------------------------
 
     def pop_batch(self, lane: Lane, size: int) -> PoppedBatch:
         """Remove and return the next batch of a lane, of at most `size` requests."""
-        limits = self._rules.batch
+        limits = self._applied.batch
         return self._pop(lane, lane.pop_batch, limits if size == limits.size else limits._replace(size=size))
 
     def pop_run(self, lane: Lane, limits: BatchLimits) -> PoppedBatch:
@@ -222,7 +222,7 @@ class Queue:
 
     def _pop(self, lane: Lane, pop: _Pop, limits: BatchLimits) -> PoppedBatch:
         count_before, bytes_before = lane.count, lane.bytes
-        batch = pop(limits, self._rules.shares)
+        batch = pop(limits, self._applied.shares)
         self.count -= count_before - lane.count
         self.bytes -= bytes_before - lane.bytes
         for run in batch.runs:

@@ -34,7 +34,7 @@ class Shares(NamedTuple):
 EQUAL_SHARES: Final = Shares()
 
 
-class Rules:
+class AppliedSettings:
     """The settings of one model as the core applies them. The Scheduler alone changes them; the parts below
     it have this object, and read it whenever they decide. Times are in microseconds.
 
