@@ -87,7 +87,7 @@ class Session:
         self._reader = reader
         settled_after = store.last_settled_id()
         self.scheduler = _scheduler(settings, snapshot)
-        self._follow_settings()
+        self._use_settings()
         self._order = ResultOrder(store, self.scheduler, snapshot.waiting_entries)
         self._adopt_what_is_in_flight()
         last_id = store.last_waiting_id()
@@ -298,7 +298,7 @@ class Session:
             changes = self._store.refuse(
                 part.refusals, part.emptied, ttl_ms, part.changes, part.freed, scheduler.is_body_in_use
             )
-            self._follow(changes)
+            self._entries_changed(changes)
             missing = set(changes.missing)
             answered += [
                 refusal
@@ -322,7 +322,7 @@ class Session:
             self._order.take_arrivals(),
             self._settings_of_batches,
         )
-        self._follow(changes)
+        self._entries_changed(changes)
         dispatched: list[Dispatch] = []
         for decided, batch in zip(remaining.dispatches, batches, strict=True):
             if batch is None:
@@ -337,7 +337,7 @@ class Session:
         if duplicates:
             yield from self._refuse(duplicates)
 
-    def _follow(self, changes: EntryChanges) -> None:
+    def _entries_changed(self, changes: EntryChanges) -> None:
         """A script changed entries in Redis."""
         self.scheduler.forget(self.entries.update_from(changes))
 
@@ -371,10 +371,10 @@ class Session:
             if kind.has_sequences or scheduler.kind.has_sequences:
                 raise ModelKindChangedError("another kind of model has this name now")
             scheduler.kind = kind
-            self._follow_settings()
+            self._use_settings()
         self.wake_at_us = now_us
         before = scheduler.model_processes
-        scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
+        scheduler.set_processes(snapshot.model_processes, snapshot.draining)
         if scheduler.model_processes > before:
             self.reads_at_us = 0  # another one can take a batch: first read what was left unread
         self._update_settings(snapshot)
@@ -404,10 +404,10 @@ class Session:
         if settings.policy != scheduler.settings.policy:
             scheduler.custom_policy = self._settings.custom_policy
         before, scheduler.settings = scheduler.settings, settings
-        self._follow_settings()
+        self._use_settings()
         self._log.info("settings changed", **before.changes_to(settings))
 
-    def _follow_settings(self) -> None:
+    def _use_settings(self) -> None:
         """The scheduler has these settings, and this kind of model, from now on: so have batches."""
         scheduler = self.scheduler
         self._store.kind = scheduler.kind
@@ -437,7 +437,7 @@ class Session:
 def _scheduler(settings: EffectiveSettings, snapshot: ModelSnapshot) -> Scheduler:
     """A new scheduler for the model of this snapshot."""
     scheduler = Scheduler(settings.read(snapshot, None), kind=ModelKind.of(snapshot.registration))
-    scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
+    scheduler.set_processes(snapshot.model_processes, snapshot.draining)
     scheduler.custom_policy = settings.custom_policy
     return scheduler
 

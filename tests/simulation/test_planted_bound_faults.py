@@ -58,11 +58,11 @@ def choose_a_process_for_each_request(patch: Patch) -> None:
 
 @FAULTS.found(examples=22)
 def begin_in_a_process_that_drains(patch: Patch) -> None:
-    def follow(self: Processes, live: Iterable[str], draining: Iterable[str]) -> None:
+    def set_live(self: Processes, live: Iterable[str], draining: Iterable[str]) -> None:
         original(self, live, ())
 
-    original = Processes.follow
-    patch.setattr(Processes, "follow", follow)
+    original = Processes.set_live
+    patch.setattr(Processes, "set_live", set_live)
 
 
 @FAULTS.found(examples=308)

@@ -146,11 +146,11 @@ def never_begin_what_waits_for_space(patch: Patch) -> None:
 
 @FAULTS.found(examples=6)
 def count_a_refused_follower_as_waiting(patch: Patch) -> None:
-    def follow(self: Queue, decided: Any) -> None:
+    def apply(self: Queue, decided: Any) -> None:
         original(self, decided._replace(refusals=[]))
 
-    original = Queue.follow
-    patch.setattr(Queue, "follow", follow)
+    original = Queue.apply
+    patch.setattr(Queue, "apply", apply)
 
 
 @FAULTS.found(examples=19)

@@ -42,7 +42,7 @@ class Batcher:
 
     def begin(self) -> None:
         self.scheduler = Scheduler(self.settings, kind=self.kind)
-        self.scheduler.follow_processes(PROCESSES)
+        self.scheduler.set_processes(PROCESSES)
         self.table: dict[str, Entry] = {}
 
     def new_id(self) -> str:

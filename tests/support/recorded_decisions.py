@@ -283,7 +283,7 @@ class Recorded(Batcher):
 
     def begin(self) -> None:
         self.scheduler: Scheduler = Noting(self.settings, self.kind, self._note)
-        self.scheduler.follow_processes(self._names)
+        self.scheduler.set_processes(self._names)
         self.table = {}
 
     def _note(self, text: str) -> None:
@@ -329,7 +329,7 @@ class Recorded(Batcher):
 
     def _resize(self, number: int) -> None:
         self._names = [f"p{at}" for at in range(1, number + 1)]
-        self.scheduler.follow_processes(self._names)
+        self.scheduler.set_processes(self._names)
         self._note(f"{number} processes")
 
     # --- workers -------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_process_has_no_more_slots_than_its_worker_declares(bench: Bench) -> Non
     bench.replica.batch_size_max = 4
     assert bench.replica.slots == 4
     settings = ModelSettings(max_batch_size=64).for_workers(ModelKind.STEPPING)
-    bench.replica._in_hand._follow_settings(Batch("2-0", 1, [], "full", 0, "", settings=settings))
+    bench.replica._in_hand._use_settings(Batch("2-0", 1, [], "full", 0, "", settings=settings))
     bench.run(1)
     bench.replica.batch_size_max = 64
     bench.run(1)

@@ -44,9 +44,9 @@ class AppliedSettings:
     """
 
     def __init__(self, settings: ModelSettings, kind: ModelKind = ModelKind.PLAIN) -> None:
-        self.follow(settings, kind)
+        self.update(settings, kind)
 
-    def follow(self, settings: ModelSettings, kind: ModelKind) -> None:
+    def update(self, settings: ModelSettings, kind: ModelKind) -> None:
         """These are the settings and the kind from now on."""
         self.kind = kind
         self.has_sequences = kind.has_sequences

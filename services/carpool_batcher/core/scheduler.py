@@ -152,7 +152,7 @@ class Scheduler:
         """These are the settings and the kind from now on."""
         self._settings = settings
         is_stepping = kind is ModelKind.STEPPING
-        self._applied.follow(settings, kind)
+        self._applied.update(settings, kind)
         self._dispatcher.choose_policy(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
@@ -169,13 +169,13 @@ class Scheduler:
     def model_processes(self, processes: int) -> None:
         self.capacity.resize(processes)
 
-    def follow_processes(self, live: Sequence[str], draining: Iterable[str] = ()) -> None:
+    def set_processes(self, live: Sequence[str], draining: Iterable[str] = ()) -> None:
         """These model processes are alive; those of a bound model that drain begin no more sequences."""
         self.model_processes = len(live)
         if self.kind is ModelKind.BOUND:
-            self.processes.follow(live, draining)
+            self.processes.set_live(live, draining)
             for head in self.sequences.heads_to_move():
-                self.queue.follow_again(head)
+                self.queue.leave_lane(head)
             self.sequences.leave_processes()
 
     def offer(self, run: Run, now_us: int) -> list[Refusal]:
@@ -317,7 +317,7 @@ class Scheduler:
         for number, decided in enumerate(self.sequences.decide(now_us)):
             if number:
                 yield
-            self.queue.follow(decided)
+            self.queue.apply(decided)
             self._deadlines.watch_again(decided.heads)
             decisions += decided.refusals
             decisions += decided.changes

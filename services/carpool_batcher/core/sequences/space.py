@@ -62,7 +62,7 @@ class Processes(Space):
         self._slots_taken: Counter[str] = Counter()  # slots
         self._in_flight: Counter[str] = Counter()  # batches
 
-    def follow(self, live: Iterable[str], draining: Iterable[str]) -> None:
+    def set_live(self, live: Iterable[str], draining: Iterable[str]) -> None:
         """These processes are alive, and these of them drain."""
         self._live, self._draining = dict.fromkeys(live), frozenset(draining)
 

@@ -348,7 +348,7 @@ class Queue:
 
     # --- sequences -----------------------------------------------------------------------------------------
 
-    def follow(self, decided: Decided) -> None:
+    def apply(self, decided: Decided) -> None:
         """Followers became heads of their sequences, or do not wait any more."""
         for run in decided.heads:
             self._enter_lane(run, self._sequences.lane_name(run), bytes_of(run))
@@ -356,7 +356,7 @@ class Queue:
             if refused.run is not None:
                 self._count_removed(refused.run, bytes_of(refused.run))
 
-    def follow_again(self, head: Run) -> None:
+    def leave_lane(self, head: Run) -> None:
         """A head becomes a follower, because its model process is gone, or drains."""
         lane = head.waits_in
         assert type(lane) is Lane
