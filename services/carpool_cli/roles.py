@@ -217,7 +217,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "dead": keys.dead,
         "dead_dropped": keys.dead_dropped,
         "registration": keys.registration,
-        "config": keys.config,
+        "config": keys.overrides,
         "workers": keys.workers,
         "declared": keys.declared,
         "loading": keys.loading,
