@@ -333,9 +333,9 @@ class Session:
                 dispatched.append(batch.dispatch)
         self._order.dispatched(tickets)
         self._observer.dispatched(dispatched, self._clock.now_us())
-        duplicates = remaining.finish()
-        if duplicates:
-            yield from self._refuse(duplicates)
+        copies = remaining.finish()
+        if copies:
+            yield from self._refuse(copies)
 
     def _entries_changed(self, changes: EntryChanges) -> None:
         """A script changed entries in Redis."""

@@ -12,13 +12,13 @@ from carpool.model_settings import ModelKind
 from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.deadlines import Deadlines
-from carpool_batcher.core.decisions import Cancel, duplicate
+from carpool_batcher.core.decisions import Cancel, copy_refusal
 from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.doubtful_producers import executable_size
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.sequences.space import Processes
-from carpool_batcher.core.waiting.duplicates import IdsInFlight, Separated
+from carpool_batcher.core.waiting.copies_index import IdsInFlight, Separated
 from carpool_batcher.core.waiting.queue import Queue
 
 
@@ -26,7 +26,7 @@ class BatchesInFlight:
     """The batches in flight of one model. Report to it what happens to them.
 
     `batches`: by ID, in the order in which they were dispatched. `ids`: their requests, except of sequences,
-    which know their duplicates themselves.
+    which know their copies themselves.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class DecidedDispatches:
         """All were reported. Returns the Refusals of what repeats a request in flight since: of the copies
         that wait, and of those that were taken out. Copies of a request that was gone wait again. Almost
         always O(1)."""
-        refusals = self._queue.take_duplicates(self._launched) if self._queue.ids.repeated else []
+        refusals = self._queue.take_copies(self._launched) if self._queue.ids.repeated else []
         if not self._copies:
             return refusals
         in_flight = {(run.reply_to, name) for run in self._launched for name in run.correlation_ids}
@@ -255,9 +255,9 @@ class DecidedDispatches:
             names = enumerate(run.correlation_ids)
             again = [at for at, name in names if (run.reply_to, name) in in_flight]
             if len(again) == len(run):
-                refusals.append(duplicate(run))
+                refusals.append(copy_refusal(run))
                 continue
             if again:
-                refusals.append(duplicate(run.take(again)))
+                refusals.append(copy_refusal(run.take(again)))
             refusals += self._offer(run, self._decided_us)
         return refusals

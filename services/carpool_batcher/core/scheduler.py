@@ -62,13 +62,13 @@ from carpool.messages.results import Refusal
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity
+from carpool_batcher.core.copies import Copies, unanswered
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.in_flight import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.custom import CustomPolicy
-from carpool_batcher.core.repeated import RepeatedRequests, unanswered
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.sequences.space import Processes
@@ -110,7 +110,7 @@ class Scheduler:
             self.sequences,
             self.processes,
         )
-        self._repeated = RepeatedRequests(self.queue, self.in_flight.ids, self._withdrawals)
+        self._copies = Copies(self.queue, self.in_flight.ids, self._withdrawals)
         self._cancelled: list[Cancel] = []
         self._polled_us = 0
         self._apply(settings, kind)
@@ -188,10 +188,10 @@ class Scheduler:
         if run.sequence is not None or self._applied.has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
-                return [refused] if self._applied.has_sequences else list(self._repeated.answer_once(refused))
+                return [refused] if self._applied.has_sequences else list(self._copies.answer_once(refused))
         if self.learned.producers:
             run.is_doubtful = self.learned.producers.is_doubtful(run.producer)
-        refusals = self.queue.admit(run, now_us, self._repeated.is_sent_again)
+        refusals = self.queue.admit(run, now_us, self._copies.is_copy)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
             self._deadlines.watch(run, run.deadline_us, now_us)
         if refusals and run.sequence is not None:
@@ -203,9 +203,9 @@ class Scheduler:
         an answer for those that were sent again, and wait or are in flight. A limit of the model that they
         exceed now may have been a higher one before."""
         if not self._applied.has_sequences:
-            return self._repeated.answer_once(refused)
+            return self._copies.answer_once(refused)
         part = refused.breaks
-        if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
+        if part is not None and self.sequences.is_copy(part, refused.correlation_ids[0]):
             return (unanswered(refused, refused.correlation_ids),)
         if part is not None:
             self.sequences.refuse_arrival(part, refused.correlation_ids[0])
@@ -265,7 +265,7 @@ class Scheduler:
     def carry_out(self, dispatches: Sequence[Dispatch], decided_us: int) -> DecidedDispatches:
         """All Dispatches of the last `poll`, which was at `decided_us`, are to be carried out. Returns which
         remain, and is told what becomes of them."""
-        separated = self._repeated.separate(dispatches)
+        separated = self._copies.separate(dispatches)
         return DecidedDispatches(separated, decided_us, self.in_flight, self.queue, self.offer)
 
     # --- state ---------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class Scheduler:
                 return decisions  # very many have expired: first all of these, so that none is dispatched
         if not self._applied.has_sequences:
             decisions += self._dispatcher.dispatch(now_us)
-            return self._repeated.answered_once(decisions) if decisions else decisions
+            return self._copies.answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
         decisions += self._dispatcher.dispatch(now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused

@@ -489,7 +489,7 @@ def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes
 
 
 def _body_names(refusals: Iterable[Refusal]) -> list[str]:
-    """The names of the stored bodies of these requests; not of duplicates, which may share them."""
+    """The names of the stored bodies of these requests; not of copies, which may share them."""
     names: list[str] = []
     for refusal in refusals:
         if refusal.status != UNANSWERED:

@@ -31,7 +31,7 @@ from carpool.errors import ABORTED, CANCELLED, INVALID_ARGUMENT
 from carpool.messages.requests import Run, SequencePart
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import KeptSequence
-from carpool_batcher.core.decisions import duplicate, refusal
+from carpool_batcher.core.decisions import copy_refusal, refusal
 
 SEGMENTS_MIN: Final = 16  # of a sequence: with fewer it is not looked which are empty
 
@@ -402,7 +402,7 @@ def processed_already(run: Run, next_index: int) -> Refusal:
 
 def sent_twice(run: Run) -> Refusal:
     """It has come before, with the same correlation ID: it is removed without an answer."""
-    return duplicate(run)
+    return copy_refusal(run)
 
 
 def ended_by_force(run: Run) -> Refusal:

@@ -163,7 +163,7 @@ class Sequences:
             return None
         return never_begun(run)
 
-    def is_sent_again(self, part: SequencePart, correlation_id: str) -> bool:
+    def is_copy(self, part: SequencePart, correlation_id: str) -> bool:
         """Whether a request that cannot be decoded is a copy of one that was decoded, as its index shows."""
         sequence = None if self._takeover is not None else self._records.by_id.get(part.sequence_id)
         return sequence is not None and sequence.known_id(part) == correlation_id

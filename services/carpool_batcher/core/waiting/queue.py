@@ -18,18 +18,18 @@ from carpool.messages.requests import PRIORITY_LEVELS, Run
 from carpool.messages.results import Refusal
 from carpool.rows import StoredBody
 from carpool_batcher.core.applied_settings import NO_LIMIT, AppliedSettings, BatchLimits, Shares
-from carpool_batcher.core.decisions import duplicate, refusal
+from carpool_batcher.core.decisions import copy_refusal, refusal
 from carpool_batcher.core.sequences.heads import Decided
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.waiting.batch_space import bytes_of, sizes_bytes
+from carpool_batcher.core.waiting.copies_index import BodiesInUse, WaitingIds, repeated_in
 from carpool_batcher.core.waiting.delayed import DelayedRuns
-from carpool_batcher.core.waiting.duplicates import BodiesInUse, WaitingIds, repeated_in
 from carpool_batcher.core.waiting.fairness import RunPart, Turns, TurnsByRank
 from carpool_batcher.core.waiting.lane import Lane, PoppedBatch
 from carpool_batcher.core.waiting.withdrawals import ArrivedLater
 
 _Pop = Callable[[BatchLimits, Shares], PoppedBatch]
-_IsSentAgain = Callable[[tuple[str | None, str]], bool]
+_IsCopy = Callable[[tuple[str | None, str]], bool]
 
 
 class _Limit(NamedTuple):
@@ -83,21 +83,21 @@ class Queue:
         self,
         run: Run,
         now_us: int,
-        is_sent_again: _IsSentAgain,
+        is_copy: _IsCopy,
     ) -> list[Refusal]:
         """Admit a run, or as much of it as the limits allow. Returns the Refusals of the others, which are
         taken out of the run; if none is admitted, one of the Refusals is of the run itself.
 
-        A request that is not admitted and `is_sent_again` gets no answer: the first copy of it has one. The
+        A request that is not admitted and `is_copy` gets no answer: the first copy of it has one. The
         later copies of requests give their places to others, so there may be Refusals of other runs.
         """
         applied = self._applied
         refusals: list[Refusal] = []
         if len(run.correlation_ids) > 1 and len(set(run.correlation_ids)) < len(run.correlation_ids):
-            refusals.append(duplicate(run.take(repeated_in(run, set()))))
+            refusals.append(copy_refusal(run.take(repeated_in(run, set()))))
         if applied.has_batch_cost and run.cost > applied.batch.cost:
             detail = f"cost: {run.cost} is over this model's max_batch_cost {applied.batch.cost}"
-            return refusals + _refuse(run, is_sent_again, INVALID_ARGUMENT, "cost", detail)
+            return refusals + _refuse(run, is_copy, INVALID_ARGUMENT, "cost", detail)
         is_delayed = run.not_before_ms > 0 and run.arrival_us > now_us
         size_bytes, count = bytes_of(run), len(run.correlation_ids)
         if (
@@ -108,9 +108,9 @@ class Queue:
         ):
             self._insert(run, size_bytes, is_delayed=is_delayed)
             return refusals
-        copies = _part(run, _sent_again(run, is_sent_again))
+        copies = _part(run, _copies_in(run, is_copy))
         if copies is not None:
-            refusals.append(duplicate(copies))
+            refusals.append(copy_refusal(copies))
         if copies is run:
             return refusals
         refusals += self._drop_copies()
@@ -294,12 +294,12 @@ class Queue:
                 taken = self.take(run, indexes)
                 copies = _part(taken, repeated_in(taken, answered))
                 if copies is not None:
-                    refusals.append(duplicate(copies))
+                    refusals.append(copy_refusal(copies))
                 if copies is not taken:
                     refusals.append(refusal(taken, CANCELLED, "withdrawn", "withdrawn by its producer"))
         return refusals
 
-    def take_duplicates(self, dispatched: Iterable[Run]) -> list[Refusal]:
+    def take_copies(self, dispatched: Iterable[Run]) -> list[Refusal]:
         """Remove the requests that repeat one of these, which are in flight now. They get no answer of their
         own: that of the first copy is theirs."""
         return self._remove_copies(self.ids.later_copies(dispatched))
@@ -317,7 +317,7 @@ class Queue:
         for run, names in copies.items():
             indexes = [at for at, name in enumerate(run.correlation_ids) if name in names]
             if indexes:
-                refusals.append(duplicate(self.take(run, indexes)))
+                refusals.append(copy_refusal(self.take(run, indexes)))
         return refusals
 
     def forget(self, runs: Iterable[Run]) -> None:
@@ -393,16 +393,16 @@ def _part(run: Run, indexes: Sequence[int]) -> Run | None:
     return run if len(indexes) == len(run) else run.take(indexes)
 
 
-def _sent_again(run: Run, is_sent_again: _IsSentAgain) -> list[int]:
+def _copies_in(run: Run, is_copy: _IsCopy) -> list[int]:
     if run.sequence is not None:
         return []
-    return [at for at, name in enumerate(run.correlation_ids) if is_sent_again((run.reply_to, name))]
+    return [at for at, name in enumerate(run.correlation_ids) if is_copy((run.reply_to, name))]
 
 
-def _refuse(run: Run, is_sent_again: _IsSentAgain, status: str, reason: str, detail: str) -> list[Refusal]:
+def _refuse(run: Run, is_copy: _IsCopy, status: str, reason: str, detail: str) -> list[Refusal]:
     """The Refusals of all requests of a run."""
-    copies = _part(run, _sent_again(run, is_sent_again))
-    refusals = [] if copies is None else [duplicate(copies)]
+    copies = _part(run, _copies_in(run, is_copy))
+    refusals = [] if copies is None else [copy_refusal(copies)]
     return refusals if copies is run else [*refusals, refusal(run, status, reason, detail)]
 
 

@@ -12,7 +12,7 @@ from carpool.messages.requests import JSON, Entry, Run, Withdrawal
 from carpool.messages.results import UNANSWERED, Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import StoredBody
-from carpool_batcher.core.waiting.duplicates import WaitingIds, separate
+from carpool_batcher.core.waiting.copies_index import WaitingIds, separate
 from support.scheduler_harness import SchedulerHarness, run
 
 
