@@ -268,7 +268,7 @@ class Session:
         refusals += [decision for decision in decisions if type(decision) is Refusal]
         refusals = self._early.postpone(refusals, now_us)
         is_reading = self.scheduler.sequences.is_reading
-        refusals, emptied = self.unread.postpone(refusals, emptied, is_reading=is_reading)
+        refusals, emptied = self.unread.hold_back(refusals, emptied, is_reading=is_reading)
         changes = [decision for decision in decisions if type(decision) is SequenceChange]
         freed = [decision for decision in decisions if type(decision) is SlotFreed]
         if refusals or emptied or changes or freed:
