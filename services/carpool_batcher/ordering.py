@@ -42,9 +42,9 @@ class ResultOrder:
         """These entries were read. Those that were put back keep their tickets; those that only say so have
         none. Before any request of them is refused, dispatched or put back."""
         self._unread_entries = max(0, self._unread_entries - len(entries))
-        claimed = [entry for entry in entries if entry.claimed_tickets is not None]
-        if claimed:
-            for entry in self.admit(claimed):
+        put_back = [entry for entry in entries if entry.stated_tickets is not None]
+        if put_back:
+            for entry in self.admit(put_back):
                 for run in entry.runs:
                     run.tickets = None
 
@@ -57,12 +57,12 @@ class ResultOrder:
                 if issue_tickets(entry):
                     self._arrivals.append(TicketRange(entry.id, 0, sum(map(len, entry.runs))))
 
-    def admit(self, claimants: Sequence[Entry] = ()) -> list[Entry]:
+    def admit(self, put_back: Sequence[Entry] = ()) -> list[Entry]:
         """Put tickets into the order that are not there yet, and count withheld results.
 
-        Returns those of the `claimants`, entries that were put back, whose tickets are not theirs.
+        Returns those of the entries that were `put_back` whose tickets are not theirs.
         """
-        tickets, forged = self._store.admit(self.take_arrivals(), claimants)
+        tickets, forged = self._store.admit(self.take_arrivals(), put_back)
         self._count_withheld(tickets)
         return forged
 
@@ -122,7 +122,7 @@ class ResultOrder:
 
 def issue_tickets(entry: Entry) -> bool:
     """Give the runs of an entry their tickets. Returns False if it has none, or was put back with them."""
-    if entry.claimed_tickets is not None:
+    if entry.stated_tickets is not None:
         return False
     first = 0
     for run in entry.runs:

@@ -11,7 +11,7 @@ from carpool.messages.requests import Run
 from carpool.messages.sequences import SequenceChange
 from carpool_batcher.core.sequences.followers import Followers
 from carpool_batcher.core.sequences.heads import Heads
-from carpool_batcher.core.sequences.sequence import Segment, Sequence, place_of
+from carpool_batcher.core.sequences.sequence import OneSequence, Segment, place_of
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.sequences.takeover import Event, Takeover
 from carpool_batcher.core.waiting.queue import Queue
@@ -114,7 +114,7 @@ def accept_what_comes_after_a_failure(patch: Patch) -> None:
 def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
     """Idle time counts from the last arrival, whatever waits or is in flight."""
 
-    def advance(self: Heads, sequence: Sequence, now_us: int) -> None:
+    def advance(self: Heads, sequence: OneSequence, now_us: int) -> None:
         original(self, sequence, now_us)
         if sequence.sequence_id in self._records.by_id:
             self._idle.add(sequence, now_us, waits=False, has_state=sequence.has_state)
@@ -130,7 +130,7 @@ def never_end_a_sequence(patch: Patch) -> None:
 
 @FAULTS.found(examples=13)
 def begin_without_space(patch: Patch) -> None:
-    def recount(self: Heads, sequence: Sequence) -> None:
+    def recount(self: Heads, sequence: OneSequence) -> None:
         original(self, sequence)
         self.begun -= sequence.occupies_space
         sequence.occupies_space = False
@@ -155,7 +155,7 @@ def count_a_refused_follower_as_waiting(patch: Patch) -> None:
 
 @FAULTS.found(examples=19)
 def serve_a_request_that_was_sent_twice(patch: Patch) -> None:
-    patch.setattr(Sequence, "known_id", lambda self, part: None)
+    patch.setattr(OneSequence, "known_id", lambda self, part: None)
 
 
 @FAULTS.shown_by(before_several_breaks)

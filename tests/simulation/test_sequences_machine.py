@@ -19,7 +19,7 @@ from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INVALID_ARGUME
 from carpool.messages.requests import Run, SequencePart
 from carpool.messages.results import UNANSWERED
 from carpool.messages.sequences import SequenceChange
-from carpool_batcher.core.sequences.sequence import Sequence
+from carpool_batcher.core.sequences.sequence import OneSequence
 from support.sequence_harness import SequenceHarness
 
 IDLE_MS = 50
@@ -44,7 +44,7 @@ class Observed(SequenceHarness):
             self.idle_after.setdefault(part.sequence_id, []).append(max(places))
 
 
-def check_state(sequence: Sequence) -> None:
+def check_state(sequence: OneSequence) -> None:
     """A sequence is in one of the states of the table in `sequences.sequence`."""
     current = sequence.current
     if sequence.is_busy:

@@ -62,7 +62,7 @@ RENEWALS_MAX: Final = 1000  # in one round trip
 LOOKUPS_MAX: Final = 1000  # likewise
 # In one script or command, because Redis serves nobody else meanwhile:
 ANSWERS_MAX: Final = 1000
-CLAIMED_RANGES_MAX: Final = 1000  # except those of one entry
+STATED_RANGES_MAX: Final = 1000  # except those of one entry
 ENTRIES_LOOKED_UP: Final = 500  # about 10 us each,
 BYTES_LOOKED_UP: Final = 1 << 20  # and about 2.5 ms for these
 IN_FLIGHT_BYTES: Final = 2 << 20  # of batches in flight, about 1.5 ms; a single batch may have 64 MiB
@@ -80,7 +80,7 @@ class PutBack(NamedTuple):
 class Admission(NamedTuple):
     """The number of tickets in the order: of requests that wait or are in flight, and of withheld results.
 
-    `forged`: entries that claim tickets which are not theirs. Their requests have none.
+    `forged`: entries that state tickets which are not theirs. Their requests have none.
     """
 
     tickets: int
@@ -201,17 +201,18 @@ class BatcherStore:
         number, *missing = self._link.run(_MISSING, [stream], [BYTES_LOOKED_UP, *entry_ids])
         return LookedUp(number, {entry_id.decode() for entry_id in missing})
 
-    def admit(self, arrivals: Sequence[TicketRange], claimants: Sequence[Entry] = ()) -> Admission:
+    def admit(self, arrivals: Sequence[TicketRange], put_back: Sequence[Entry] = ()) -> Admission:
         """Put the tickets of entries that arrived into the order of results.
 
-        Those of the `claimants`, which were put back, are in it already: only verify that. Any producer may
-        claim thousands in each of its entries: so a script verifies about CLAIMED_RANGES_MAX of them.
+        `put_back`: entries that say that they were. The tickets that these state are in it already: only
+        verify that. Any producer may state thousands in each of its entries: so a script verifies about
+        STATED_RANGES_MAX of them.
         """
         order, forged = [self.keys.order, self.keys.tickets], []
         tickets = 0
-        for at, together in enumerate(_claims_together(claimants)):
-            claims = [[entry.id, *list_args(list(map(str, ranges)))] for entry, ranges in together]
-            args = [_arrivals_arg(() if at else arrivals), *group_list_args(claims)]
+        for at, together in enumerate(_stated_together(put_back)):
+            stated = [[entry.id, *list_args(list(map(str, ranges)))] for entry, ranges in together]
+            args = [_arrivals_arg(() if at else arrivals), *group_list_args(stated)]
             tickets, *of_script = self._link.run(_ADMIT, order, args)
             forged += [together[index - 1][0] for index in of_script]
         return Admission(tickets, forged)
@@ -426,21 +427,21 @@ def _kept_sequence(name: str, changed_us: int, fields: Mapping[str, bytes | None
     )
 
 
-_Claim = tuple[Entry, Sequence[TicketRange]]
+_Stated = tuple[Entry, Sequence[TicketRange]]
 
 
-def _claims_together(claimants: Sequence[Entry]) -> list[list[_Claim]]:
-    """What each script verifies: entries, and the ranges that they claim. At least one script."""
-    scripts: list[list[_Claim]] = [[]]
+def _stated_together(put_back: Sequence[Entry]) -> list[list[_Stated]]:
+    """What each script verifies: entries, and the ranges that they state. At least one script."""
+    scripts: list[list[_Stated]] = [[]]
     ranges = 0
-    for entry in claimants:
-        assert entry.claimed_tickets is not None
-        claimed = entry.claimed_tickets.ranges
-        if scripts[-1] and ranges + len(claimed) > CLAIMED_RANGES_MAX:
+    for entry in put_back:
+        assert entry.stated_tickets is not None
+        stated = entry.stated_tickets.ranges
+        if scripts[-1] and ranges + len(stated) > STATED_RANGES_MAX:
             scripts.append([])
             ranges = 0
-        scripts[-1].append((entry, claimed))
-        ranges += len(claimed)
+        scripts[-1].append((entry, stated))
+        ranges += len(stated)
     return scripts
 
 

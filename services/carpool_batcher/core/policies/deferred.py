@@ -47,7 +47,7 @@ class Deferred(Eager):
         self.may_be_early = True
 
     def observe(self, now_us: int) -> None:
-        self._arrivals.observe(self._queue.arrived, now_us, self._learned.turnaround_all_us)
+        self._arrivals.observe(self._queue.arrived_executable, now_us, self._learned.turnaround_all_us)
         self.may_be_early = self.may_be_early or not self._capacity.is_early(now_us)
 
     # --- when ----------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from carpool_batcher.core.sequences.followers import Followers
 from carpool_batcher.core.sequences.records import Break, Records
 from carpool_batcher.core.sequences.sequence import (
     PROCESS_GONE,
+    OneSequence,
     Segment,
-    Sequence,
     aborted,
     did_not_arrive,
     never_begun,
@@ -60,20 +60,20 @@ class Heads:
 
     # --- what is recorded ----------------------------------------------------------------------------------
 
-    def load(self, sequence: Sequence, changed_us: int) -> None:
+    def load(self, sequence: OneSequence, changed_us: int) -> None:
         """A previous batcher kept a sequence, and changed it at this time. Oldest first."""
         self._idle.add(sequence, changed_us, waits=False, has_state=sequence.has_state)
 
-    def take_over(self, sequence: Sequence) -> None:
+    def take_over(self, sequence: OneSequence) -> None:
         """All is known of a sequence that a previous batcher kept, or had in flight."""
         self._recount(sequence)
         self._records.changed[sequence] = None
 
-    def withdraw_start(self, sequence: Sequence) -> None:
+    def withdraw_start(self, sequence: OneSequence) -> None:
         """The start of a sequence, if it waits for space, does not any more."""
         self._to_start.discard(sequence)
 
-    def leave_process(self, sequence: Sequence) -> None:
+    def leave_process(self, sequence: OneSequence) -> None:
         """A sequence leaves its model process: it is broken, unless that has not got its start yet."""
         head, in_flight = sequence.head, sequence.in_flight
         if head is not None:
@@ -125,7 +125,7 @@ class Heads:
         for _ in self._followers.refuse_doomed():
             yield self._pop_decided()
 
-    def _advance(self, sequence: Sequence, now_us: int) -> None:
+    def _advance(self, sequence: OneSequence, now_us: int) -> None:
         """Choose the head of a sequence, and forget one of which nothing is left."""
         if not sequence.is_busy:
             self._choose_head(sequence)
@@ -139,19 +139,19 @@ class Heads:
             self._idle.discard(sequence)
             del self._records.by_id[sequence.sequence_id]
 
-    def _recount(self, sequence: Sequence) -> None:
+    def _recount(self, sequence: OneSequence) -> None:
         occupies_space = sequence.is_busy or sequence.can_go_on
         self.begun += occupies_space - sequence.occupies_space
         sequence.occupies_space = occupies_space
         if not occupies_space:
             self._leave(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: OneSequence) -> None:
         freed = self._space.leave(sequence)
         if freed is not None:
             self._freed.append(freed)
 
-    def _choose_head(self, sequence: Sequence) -> None:
+    def _choose_head(self, sequence: OneSequence) -> None:
         """Find the request whose turn it is, and refuse those that will never have one."""
         while True:
             segment = sequence.current
@@ -178,7 +178,7 @@ class Heads:
             runs = segment.pop_unnumbered() if is_last else segment.pop_rest()
             self._followers.doom(runs, never_begun)
 
-    def _begin(self, sequence: Sequence, start: Run) -> None:
+    def _begin(self, sequence: OneSequence, start: Run) -> None:
         """It is the turn of a start: it becomes the head if there is space."""
         if not self._space.is_occupied_by(sequence):
             self._leave(sequence)
@@ -197,7 +197,7 @@ class Heads:
             if sequence is not None:
                 self._advance(sequence, now_us)
 
-    def _promote(self, sequence: Sequence, run: Run) -> None:
+    def _promote(self, sequence: OneSequence, run: Run) -> None:
         sequence.current.remove(run)
         self._followers.pop(run)
         sequence.head = run
@@ -220,7 +220,7 @@ class Heads:
             self._end_idle(sequence)
         return ended
 
-    def _refuse_stuck(self, sequence: Sequence, idle_us: int) -> None:
+    def _refuse_stuck(self, sequence: OneSequence, idle_us: int) -> None:
         """Its requests wait for an index that did not come, or for a start."""
         segment = sequence.current
         if sequence.has_state:
@@ -233,7 +233,7 @@ class Heads:
         self._followers.doom(segment.pop_rest(), refusal_of)
         self._records.changed[sequence] = None
 
-    def _end_idle(self, sequence: Sequence) -> None:
+    def _end_idle(self, sequence: OneSequence) -> None:
         self.begun -= sequence.occupies_space
         self._leave(sequence)
         self._records.end_idle(sequence)
@@ -244,10 +244,10 @@ class _IdleSequences:
     whether requests of it wait. Those that are only remembered because they are broken are known apart."""
 
     def __init__(self) -> None:
-        self._since: dict[Sequence, tuple[int, bool]] = {}
-        self._broken: dict[Sequence, None] = {}
+        self._since: dict[OneSequence, tuple[int, bool]] = {}
+        self._broken: dict[OneSequence, None] = {}
 
-    def add(self, sequence: Sequence, now_us: int, *, waits: bool, has_state: bool) -> None:
+    def add(self, sequence: OneSequence, now_us: int, *, waits: bool, has_state: bool) -> None:
         """A sequence is idle. If it was so before, that counts, unless requests waited and do not any more,
         or the other way round. Times must not decrease from call to call."""
         since = self._since.get(sequence)
@@ -259,7 +259,7 @@ class _IdleSequences:
         else:
             self._broken.setdefault(sequence)
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: OneSequence) -> None:
         """A sequence is not idle, or it is forgotten."""
         self._since.pop(sequence, None)
         self._broken.pop(sequence, None)
@@ -268,7 +268,7 @@ class _IdleSequences:
         """Since when the first one is idle; None if there is none."""
         return next(iter(self._since.values()))[0] if self._since else None
 
-    def pop_until(self, until_us: int) -> Iterator[tuple[Sequence, bool]]:
+    def pop_until(self, until_us: int) -> Iterator[tuple[OneSequence, bool]]:
         """Remove and return those that are idle since then or longer, and whether requests of them wait."""
         while self._since:
             sequence, (since_us, waits) = next(iter(self._since.items()))
@@ -277,7 +277,7 @@ class _IdleSequences:
             self.discard(sequence)
             yield sequence, waits
 
-    def pop_broken(self, limit: int) -> Iterator[Sequence]:
+    def pop_broken(self, limit: int) -> Iterator[OneSequence]:
         """Remove and return the oldest broken ones, so that at most `limit` of these are left."""
         while len(self._broken) > limit:
             sequence = next(iter(self._broken))

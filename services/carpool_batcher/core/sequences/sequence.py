@@ -139,7 +139,7 @@ class InFlight:
         self.has_failed = False
 
 
-class Sequence:
+class OneSequence:
     """A sequence that is kept, is broken, or has requests.
 
     Segments of which nothing is left are dropped when there are many: else one sequence whose starts all end

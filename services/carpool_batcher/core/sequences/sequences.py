@@ -34,7 +34,7 @@ from carpool_batcher.core.sequences.followers import Followers
 from carpool_batcher.core.sequences.heads import Decided, Heads
 from carpool_batcher.core.sequences.records import Break, Records
 from carpool_batcher.core.sequences.sequence import (
-    Sequence,
+    OneSequence,
     aborted,
     never_begun,
     part_of,
@@ -178,7 +178,7 @@ class Sequences:
         segment = sequence.add(run)
         self.followers.add(run, segment)
         if segment.start is run:
-            self.followers.keep(segment)
+            self.followers.spare(segment)
         self._records.changed[sequence] = None
 
     def refuse_arrival(self, part: SequencePart, correlation_id: str) -> None:
@@ -260,7 +260,7 @@ class Sequences:
         if sequence is not None:
             sequence.in_flight = None
 
-    def _fail(self, run: Run, *, is_recorded: bool) -> Sequence | None:
+    def _fail(self, run: Run, *, is_recorded: bool) -> OneSequence | None:
         sequence = self._with_in_flight(run)
         if sequence is None or sequence.in_flight is None:
             return None
@@ -272,7 +272,7 @@ class Sequences:
         self._records.changed[sequence] = None
         return sequence
 
-    def _with_in_flight(self, run: Run) -> Sequence | None:
+    def _with_in_flight(self, run: Run) -> OneSequence | None:
         part = part_of(run)
         sequence = self._records.by_id.get(part.sequence_id)
         if sequence is None or sequence.in_flight is None or sequence.in_flight.part.place != part.place:

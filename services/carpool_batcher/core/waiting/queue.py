@@ -43,20 +43,20 @@ class _Limit(NamedTuple):
 class Queue:
     """The waiting runs of one model.
 
-    `count` and `bytes` are totals over all requests of all lanes. `arrived`: how many were ever admitted that
-    the model is expected to execute. `withheld` is the number of results that wait for earlier tickets
-    (`preserve_ordering`): they count against `max_queue_size`. `changed` has the names of lanes that changed
-    since the Dispatcher last looked, which empties it. Of a bound model, the heads of the sequences of each
-    process are in lanes of their own. `delayed` has the runs that are in no lane yet, because their producers
-    put them off; they count, too. `ids` says which requests wait twice, and `bodies` has the names of stored
-    bodies. `turns` are those of tenants, by rank, over all lanes.
+    `count` and `bytes` are totals over all requests of all lanes. `arrived_executable`: how many were ever
+    admitted that the model is expected to execute. `withheld` is the number of results that wait for earlier
+    tickets (`preserve_ordering`): they count against `max_queue_size`. `changed` has the names of lanes that
+    changed since the Dispatcher last looked, which empties it. Of a bound model, the heads of the sequences
+    of each process are in lanes of their own. `delayed` has the runs that are in no lane yet, because their
+    producers put them off; they count, too. `ids` says which requests wait twice, and `bodies` has the names
+    of stored bodies. `turns` are those of tenants, by rank, over all lanes.
     """
 
     def __init__(self, applied: AppliedSettings, sequences: Sequences) -> None:
         self._applied = applied
         self.count = 0
         self.bytes = 0
-        self.arrived = 0
+        self.arrived_executable = 0
         self.withheld = 0
         self.turns = TurnsByRank(Turns)
         self.lanes: dict[str, Lane] = {"": Lane("", turns=self.turns)}  # only this one may be empty
@@ -129,7 +129,7 @@ class Queue:
         count = len(run.correlation_ids)
         self.count += count
         if not run.is_doubtful:
-            self.arrived += count
+            self.arrived_executable += count
         self.bytes += size_bytes
         bodies = run.bodies
         if type(bodies) is list and (type(bodies[0]) is StoredBody or len(bodies) > 1):
@@ -243,12 +243,12 @@ class Queue:
 
     def remove(self, run: Run) -> None:
         """Remove a run. It must be waiting. If it is part of a sequence, that is broken."""
-        size_bytes, place = bytes_of(run), run.waits_in
+        size_bytes, holder = bytes_of(run), run.waits_in
         self._count_removed(run, size_bytes)
-        if type(place) is Lane:
-            place.remove(run, size_bytes)
-            self._drop_if_empty(place)
-        elif place is self.delayed:
+        if type(holder) is Lane:
+            holder.remove(run, size_bytes)
+            self._drop_if_empty(holder)
+        elif holder is self.delayed:
             self.delayed.remove(run)
         if run.sequence is not None:
             self._sequences.removed(run)
@@ -259,10 +259,10 @@ class Queue:
         if len(indexes) == len(run.correlation_ids):
             self.remove(run)
             return run
-        place = run.waits_in
-        if type(place) is Lane:
-            taken = place.take(run, indexes)
-            self.changed.add(place.name)
+        holder = run.waits_in
+        if type(holder) is Lane:
+            taken = holder.take(run, indexes)
+            self.changed.add(holder.name)
         else:
             taken = self.delayed.take(run, indexes)
         self._count_removed(taken, bytes_of(taken))
