@@ -44,11 +44,7 @@
    (`waiting.delayed`). It counts against the limits of rule 5, and can be withdrawn; to all other rules it
    arrives at that time.
 
-A request is in exactly one state:
-
-    offered --> waiting --> in flight --> settled
-       |           |            '-------> expired (answered ahead; a later result for it is dropped)
-       '-> refused '-> refused (expired, withdrawn, or failed by a custom policy) or no longer in Redis
+A request is in exactly one state: ARCHITECTURE.md, "The path of a request", shows which there are.
 """
 
 from __future__ import annotations
