@@ -18,7 +18,7 @@ import structlog
 from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.store.directory import ModelSnapshot
 from carpool_batcher.core.policies.custom import CustomPolicy
-from carpool_batcher.policies import Policies, create_policy
+from carpool_batcher.custom_policies import Policies, create_policy
 
 DEFAULT_POLICY: Final = POLICIES[0]
 RETRY_S: Final = 10.0  # how often rejected settings are tried again: a policy's constructor may succeed later

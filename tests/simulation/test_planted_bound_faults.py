@@ -9,9 +9,9 @@ import pytest
 
 from carpool.messages.requests import Run
 from carpool.messages.sequences import SlotFreed
+from carpool_batcher.core.sequences.processes import Processes
 from carpool_batcher.core.sequences.sequence import OneSequence
 from carpool_batcher.core.sequences.sequences import Sequences
-from carpool_batcher.core.sequences.space import Processes
 from carpool_batcher.core.waiting.queue import Queue
 from simulation.test_bound_machine import BoundMachine
 from support.planting import Fault, Faults, Patch, of_machine

@@ -37,7 +37,7 @@ def send_two_of_a_sequence(patch: Patch) -> None:
         assert sequence is not None
         sequence.in_flight = None
         sequence.has_state = True
-        self._records.changed[sequence] = None
+        self._known.changed[sequence] = None
 
     original = Sequences.dispatch
     patch.setattr(Sequences, "dispatch", dispatch)
@@ -86,7 +86,7 @@ def forget_a_follower(patch: Patch) -> None:
     def settle(self: Sequences, run: Run, *, is_broken: bool) -> None:
         original(self, run, is_broken=is_broken)
         if not is_broken:
-            self._records.changed.clear()
+            self._known.changed.clear()
 
     original = Sequences.settle
     patch.setattr(Sequences, "settle", settle)
@@ -116,7 +116,7 @@ def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
 
     def advance(self: Heads, sequence: OneSequence, now_us: int) -> None:
         original(self, sequence, now_us)
-        if sequence.sequence_id in self._records.by_id:
+        if sequence.sequence_id in self._known.by_id:
             self._idle.add(sequence, now_us, waits=False, has_state=sequence.has_state)
 
     original = Heads._advance

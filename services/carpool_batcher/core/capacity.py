@@ -27,7 +27,7 @@ batches of one, dispatches are spaced evenly: with N processes one every l(n) / 
 longer than that. The more l(n) grows with n, the shorter this interval is; where l(n) is proportional to n,
 it is 0.
 
-Of a bound model each batch is for one process; `sequences.space` knows whether that is idle (BoundCapacity).
+Of a bound model each batch is for one process: `sequences.processes` knows if it is idle (BoundCapacity).
 
 A process of a stepping model takes as many batches at a time as it has slots, each of one request, and a few
 more that get a slot as soon as one is free. There l(n) is not learned, and all of the above follows from

@@ -21,7 +21,7 @@ from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.custom import Custom, CustomPolicy
 from carpool_batcher.core.policies.deferred import Deferred
 from carpool_batcher.core.policies.eager import Eager
-from carpool_batcher.core.sequences.space import Processes
+from carpool_batcher.core.sequences.processes import Processes
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane, PoppedBatch
 from carpool_batcher.core.waiting.lane_index import Claim, Gate, LaneIndex
 from carpool_batcher.core.waiting.queue import Queue

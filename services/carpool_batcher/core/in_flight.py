@@ -16,8 +16,8 @@ from carpool_batcher.core.decisions import Cancel, copy_refusal
 from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.doubtful_producers import executable_size
 from carpool_batcher.core.learned.learned import Learned
+from carpool_batcher.core.sequences.processes import Processes
 from carpool_batcher.core.sequences.sequences import Sequences
-from carpool_batcher.core.sequences.space import Processes
 from carpool_batcher.core.waiting.copies_index import IdsInFlight, Separated
 from carpool_batcher.core.waiting.queue import Queue
 

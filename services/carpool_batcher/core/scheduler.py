@@ -38,7 +38,7 @@
    is withdrawn in flight is answered there.
 8. Requests of a sequence are served one at a time, in order (`core.sequences`). Of each sequence at most one
    waiting request takes part in rules 1 to 3; all of them in the others.
-9. Of a bound model each sequence stays with one process (`sequences.space`). A batch has requests of the
+9. Of a bound model each sequence stays with one process (`sequences.processes`). A batch has requests of the
    sequences of one process, and is dispatched when that has no other.
 10. A request that its producer put off (`not_before`) waits outside of its lane until then
    (`waiting.delayed`). It counts against the limits of rule 5, and can be withdrawn; to all other rules it
@@ -65,9 +65,9 @@ from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.in_flight import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.custom import CustomPolicy
+from carpool_batcher.core.sequences.processes import Processes
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
-from carpool_batcher.core.sequences.space import Processes
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, Withdrawn
 

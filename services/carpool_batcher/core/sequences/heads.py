@@ -10,7 +10,8 @@ from carpool.messages.requests import Run, SequencePart
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool_batcher.core.sequences.followers import Followers
-from carpool_batcher.core.sequences.records import Break, Records
+from carpool_batcher.core.sequences.known import Break, KnownSequences
+from carpool_batcher.core.sequences.processes import Space, WaitingStarts
 from carpool_batcher.core.sequences.sequence import (
     PROCESS_GONE,
     OneSequence,
@@ -21,7 +22,6 @@ from carpool_batcher.core.sequences.sequence import (
     part_of,
     place_of,
 )
-from carpool_batcher.core.sequences.space import Space, WaitingStarts
 
 ADVANCED_AT_ONCE: Final = 256  # sequences, in a piece
 BROKEN_MIN: Final = 1000  # broken sequences that are remembered in any case
@@ -43,9 +43,9 @@ class Heads:
     """Chooses the heads of the sequences that changed, as far as there is space. `begun`: how many sequences
     are begun, and neither ended nor broken."""
 
-    def __init__(self, records: Records, followers: Followers, space: Space) -> None:
+    def __init__(self, records: KnownSequences, followers: Followers, space: Space) -> None:
         self.begun = 0
-        self._records = records
+        self._known = records
         self._followers = followers
         self._space = space
         self._idle = _IdleSequences()
@@ -67,7 +67,7 @@ class Heads:
     def take_over(self, sequence: OneSequence) -> None:
         """All is known of a sequence that a previous batcher kept, or had in flight."""
         self._recount(sequence)
-        self._records.changed[sequence] = None
+        self._known.changed[sequence] = None
 
     def withdraw_start(self, sequence: OneSequence) -> None:
         """The start of a sequence, if it waits for space, does not any more."""
@@ -83,19 +83,19 @@ class Heads:
         if in_flight is not None and not in_flight.has_failed:
             in_flight.has_failed = True
             event = Break(in_flight.part, in_flight.correlation_id, PROCESS_GONE, False)
-            self._records.break_segment(sequence, in_flight.segment, event)
+            self._known.break_segment(sequence, in_flight.segment, event)
         elif in_flight is None and sequence.has_state and sequence.current.start is None:
             part = SequencePart(sequence.sequence_id, False, False, None, _FIRST_PLACE)
-            self._records.break_segment(sequence, sequence.current, Break(part, "", PROCESS_GONE, False))
+            self._known.break_segment(sequence, sequence.current, Break(part, "", PROCESS_GONE, False))
         sequence.has_state = False
         self._leave(sequence)
-        self._records.changed[sequence] = None
+        self._known.changed[sequence] = None
 
     # --- decisions -----------------------------------------------------------------------------------------
 
     def wake_at_us(self, idle_us: int) -> int | None:
         """As `Sequences.wake_at_us`."""
-        if self._records.has_news or self._followers.has_refusals or self._heads or self._freed:
+        if self._known.has_news or self._followers.has_refusals or self._heads or self._freed:
             return 0
         oldest_us = self._idle.oldest_us()
         return None if oldest_us is None else oldest_us + idle_us
@@ -105,18 +105,18 @@ class Heads:
         yield from self._follow_events(now_us)
         if self._end_long_idle(now_us, idle_us):
             yield from self._follow_events(now_us)
-        self._records.mark_breaks()
+        self._known.mark_breaks()
         yield self._pop_decided()
 
     def _pop_decided(self) -> Decided:
         heads, self._heads = self._heads, []
         freed, self._freed = self._freed, []
-        return Decided(heads, self._followers.pop_refusals(), self._records.pop_changes(), freed)
+        return Decided(heads, self._followers.pop_refusals(), self._known.pop_changes(), freed)
 
     def _follow_events(self, now_us: int) -> Iterator[Decided]:
         for _ in self._followers.refuse_broken():
             yield self._pop_decided()
-        changed, self._records.changed = self._records.changed, {}
+        changed, self._known.changed = self._known.changed, {}
         for number, sequence in enumerate(changed, 1):
             self._advance(sequence, now_us)
             if not number % ADVANCED_AT_ONCE:
@@ -137,7 +137,7 @@ class Heads:
             self._idle.add(sequence, now_us, waits=waits, has_state=sequence.has_state)
         else:
             self._idle.discard(sequence)
-            del self._records.by_id[sequence.sequence_id]
+            del self._known.by_id[sequence.sequence_id]
 
     def _recount(self, sequence: OneSequence) -> None:
         occupies_space = sequence.is_busy or sequence.can_go_on
@@ -227,16 +227,16 @@ class Heads:
             first = min(segment.rest(), key=place_of)
             reason = did_not_arrive(sequence.next_index, idle_us // 1000)
             event = Break(part_of(first), first.correlation_ids[0], reason, False)
-            self._records.break_segment(sequence, segment, event)
+            self._known.break_segment(sequence, segment, event)
             sequence.has_state = False
         refusal_of = partial(aborted, reason=segment.broken) if segment.broken else never_begun
         self._followers.doom(segment.pop_rest(), refusal_of)
-        self._records.changed[sequence] = None
+        self._known.changed[sequence] = None
 
     def _end_idle(self, sequence: OneSequence) -> None:
         self.begun -= sequence.occupies_space
         self._leave(sequence)
-        self._records.end_idle(sequence)
+        self._known.end_idle(sequence)
 
 
 class _IdleSequences:

@@ -151,7 +151,7 @@ class OneSequence:
 
     `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `occupies_space`: it
     is begun, and neither ended nor broken. `waits_for_space`: its start waits until there is space
-    (`sequences.space`). Of a bound model, `process`: where it has a slot; `is_in_process`: that process
+    (`sequences.processes`). Of a bound model, `process`: where it has a slot; `is_in_process`: that process
     knows of it, because a request was dispatched.
     """
 

@@ -32,7 +32,7 @@ class Break(NamedTuple):
         return cls(part, correlation_id, did_not_succeed(correlation_id), is_recorded)
 
 
-class Records:
+class KnownSequences:
     """The sequences of one model, `by_id`.
 
     `changed`: those at which the next decision looks. `started`, `ended` and `broken` are counters.
