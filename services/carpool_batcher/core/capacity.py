@@ -43,6 +43,7 @@ from collections import deque
 from heapq import heapreplace
 from typing import Final
 
+from carpool.model_settings import prefetched_slots
 from carpool_batcher.core.applied_settings import NO_LIMIT
 from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.executed_share import ExecutionTimes
@@ -54,7 +55,6 @@ MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
 FULL_BATCHES_MAX: Final = 3  # the same under `deferred`, where the last one is full
 FULL_LEADS: Final = 2  # how many leads before a process is free a full batch may be dispatched to it
-SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each request that is in flight without a slot; one in any case
 _LAST_ID: Final = "\uffff"  # after each batch ID
 
 
@@ -88,7 +88,7 @@ class Capacity:
         if slots is None:
             self._batches_per_process = PROCESS_BATCHES_MAX
         else:
-            self._batches_per_process = slots + max(1, slots // SLOTS_PREFETCHED_RATIO)
+            self._batches_per_process = slots + prefetched_slots(slots)
         self._cost_per_process = cost_max if slots else None
 
     def reserve(self, cost: int = 0) -> None:
