@@ -10,7 +10,7 @@ Why: docs/decisions/0020.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse
 from typing import Any, Final, NamedTuple
 
@@ -273,15 +273,7 @@ class BatcherStore:
             Dispatched(batch_id.decode(), _without(dispatch, missing_ids)) if batch_id else None
             for batch_id, dispatch in zip(batch_ids, dispatches, strict=True)
         ]
-        changes = EntryChanges(
-            removed=[entry for entry in indexes if entry not in remaining and entry.id not in missing_ids],
-            put_back=[
-                _put_back(entry, parts, part_ids)
-                for (entry, parts), part_ids in zip(remaining.items(), new_ids, strict=True)
-                if part_ids
-            ],
-            missing=[entry for entry in indexes if entry.id in missing_ids],
-        )
+        changes = _changes_of(indexes, remaining, new_ids, missing_ids)
         return DispatchReply(dispatched, changes, tickets if arrivals else None)
 
     def _batch_element(
@@ -355,16 +347,9 @@ class BatcherStore:
         remaining: list[list[list[Run]]] = []
         groups: list[Group] = []
         for entry, of_entry in by_entry.items():
-            refused = frozenset(refusal.run for refusal in of_entry)
-            parts = _parts_to_put_back(entry, refused)
+            parts = _parts_to_put_back(entry, frozenset(refusal.run for refusal in of_entry))
             remaining.append(parts)
-            answered = [refusal for refusal in of_entry if refusal.status != UNANSWERED]
-            in_order = chain.from_iterable(map(_results_in_order, filter(_is_in_order, answered)))
-            streams, in_lists = alike_groups(
-                self.keys, script_keys, _alike_results(filterfalse(_is_in_order, answered))
-            )
-            result_args = group_list_args(chain(result_groups(self.keys, script_keys, in_order), streams))
-            result_args += group_list_args(in_lists)
+            result_args = self._result_args(of_entry, script_keys)
             names = [name for name in _body_names(of_entry) if not is_body_in_use(name)]
             bodies = [script_keys.index(self.keys.body(name)) for name in names]
             groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
@@ -385,6 +370,16 @@ class BatcherStore:
             else:
                 (changes.removed if done == b"REMOVED" else changes.missing).append(entry)
         return changes
+
+    def _result_args(self, refusals: Sequence[Refusal], script_keys: ScriptKeys) -> list[Argument]:
+        """What `refuse.lua` reads of the results of an entry's requests: two lists."""
+        answered = [refusal for refusal in refusals if refusal.status != UNANSWERED]
+        in_order = chain.from_iterable(map(_results_in_order, filter(_is_in_order, answered)))
+        alike = _alike_results(filterfalse(_is_in_order, answered))
+        streams, in_lists = alike_groups(self.keys, script_keys, alike)
+        result_args = group_list_args(chain(result_groups(self.keys, script_keys, in_order), streams))
+        result_args += group_list_args(in_lists)
+        return result_args
 
     def renew_bodies(self, names: Sequence[str]) -> None:
         """Let these stored bodies expire BODY_TTL_MS from now."""
@@ -483,6 +478,25 @@ def _put_back_args(entry: Entry, parts: Sequence[Sequence[Run]]) -> list[Argumen
         entry.arrival_us // 1000,
         *group_list_args([(encode_runs(runs), tickets_of(runs)) for runs in parts]),
     ]
+
+
+def _changes_of(
+    entries: Collection[Entry],
+    remaining: Mapping[Entry, Sequence[list[Run]]],
+    new_ids: Sequence[Sequence[bytes]],
+    missing_ids: Container[str],
+) -> EntryChanges:
+    """What a dispatch did to these entries. `remaining`: what was to be put back; `new_ids`: in which
+    entries it is; in none if its entry was missing."""
+    return EntryChanges(
+        removed=[entry for entry in entries if entry not in remaining and entry.id not in missing_ids],
+        put_back=[
+            _put_back(entry, parts, part_ids)
+            for (entry, parts), part_ids in zip(remaining.items(), new_ids, strict=True)
+            if part_ids
+        ],
+        missing=[entry for entry in entries if entry.id in missing_ids],
+    )
 
 
 def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes]) -> PutBack:
