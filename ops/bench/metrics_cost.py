@@ -22,8 +22,8 @@ from carpool.messages.results import Chunk
 from carpool.messages.settled import BatchSettled, Streamed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.steps import KeptChunk, StepWrite
-from carpool_batcher.core.in_flight import InFlightBatch
-from carpool_batcher.core.missed import MissedDeadlines
+from carpool_batcher.core.in_flight_batch import InFlightBatch
+from carpool_batcher.core.missed_deadlines import MissedDeadlines
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_worker.execution import Execution

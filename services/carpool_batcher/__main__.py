@@ -15,8 +15,8 @@ from carpool.logs import configure_logs
 from carpool.process_names import new_process_name
 from carpool.settings import BatcherSettings, read_settings
 from carpool_batcher.cluster import ClusterBatcher
+from carpool_batcher.custom_policies import load_policies
 from carpool_batcher.meter import BatcherMetrics
-from carpool_batcher.policies import load_policies
 from carpool_batcher.service import BatcherService
 
 

@@ -19,8 +19,8 @@ from carpool.keys import models_key
 from carpool.lifecycle import Loop
 from carpool.store.connection import Link
 from carpool.store.link_errors import reason_of
+from carpool_batcher.custom_policies import Policies
 from carpool_batcher.meter import BatcherMetrics
-from carpool_batcher.policies import Policies
 from carpool_batcher.service import (
     DISCOVERY_AGE_MAX_S,
     LOOP_SILENCE_MAX_S,

@@ -18,7 +18,7 @@ import structlog
 from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.store.directory import ModelSnapshot
 from carpool_batcher.core.policies.custom import CustomPolicy
-from carpool_batcher.policies import Policies, create_policy
+from carpool_batcher.custom_policies import Policies, create_policy
 
 DEFAULT_POLICY: Final = POLICIES[0]
 RETRY_S: Final = 10.0  # how often rejected settings are tried again: a policy's constructor may succeed later
@@ -55,12 +55,12 @@ class EffectiveSettings:
         A batcher that has just taken over has no `current` settings. It falls back to the registered settings
         without the overrides, then to these with the default policy, then to the defaults of all settings.
         """
-        source = (snapshot.registration, snapshot.config)
+        source = (snapshot.registration, snapshot.overrides)
         is_due = self.rejected_settings and time.monotonic() >= self._retry_at_s
         if current is None:
             self._custom = None  # each time that this batcher takes over, a policy begins anew
         if current is None or source != self._source or is_due:  # reading them takes 50 µs
-            self._accept_or_reject({**snapshot.registration, **snapshot.config}, snapshot.registration)
+            self._accept_or_reject({**snapshot.registration, **snapshot.overrides}, snapshot.registration)
             self._source = source
         if self._accepted is not None:
             return self._accepted

@@ -17,7 +17,7 @@ from carpool.store.reader import id_order
 from carpool.wire.requests import Decoded, was_perhaps_put_back
 from carpool_batcher.core.scheduler import Scheduler
 
-POSTPONED_MAX: Final = 4096  # refusals that a batcher that takes over postpones, about
+HELD_BACK_MAX: Final = 4096  # refusals that a batcher that takes over holds back, about
 UNREAD_US: Final = 3_000_000  # for so long entries may wait without that any is read
 SETTLED_UNREAD_US: Final = 1_000_000  # for so long the `settled` entry of a batch may be unread
 
@@ -91,8 +91,8 @@ class UnreadEntries:
     """Whether entries that waited when this batcher took over are still unread. `last_id`: the last of
     them.
 
-    Until they are read, refusals are postponed, and anybody can cause very many. With more than
-    POSTPONED_MAX, the entries that follow are left for later, except those that were put back: only their
+    Until they are read, refusals are held back, and anybody can cause very many. With more than
+    HELD_BACK_MAX, the entries that follow are left for later, except those that were put back: only their
     requests stand earlier than they do. When the last one was seen, reading begins again after
     `resumes_after`.
     """
@@ -100,7 +100,7 @@ class UnreadEntries:
     def __init__(self, last_id: bytes | None) -> None:
         self.resumes_after: bytes | None = None  # the last entry before those that were left
         self._last_id = last_id
-        self._postponed = 0  # requests
+        self._held_back = 0  # requests
         self._seen = b"0-0"
         self._refusals: list[Refusal] = []
         self._emptied: list[Entry] = []
@@ -110,7 +110,7 @@ class UnreadEntries:
         if self._last_id is None:
             return False
         before, self._seen = self._seen, entry_id
-        if self._postponed > POSTPONED_MAX and self.resumes_after is None:
+        if self._held_back > HELD_BACK_MAX and self.resumes_after is None:
             self.resumes_after = before
         return self.resumes_after is not None and not was_perhaps_put_back(flat)
 
@@ -127,7 +127,7 @@ class UnreadEntries:
         these can have been put back by another batcher that held the lease."""
         return self._last_id is not None and id_order(entry_id) <= id_order(self._last_id)
 
-    def postpone(
+    def hold_back(
         self, refusals: Sequence[Refusal], emptied: Sequence[Entry], *, is_reading: bool
     ) -> tuple[list[Refusal], list[Entry]]:
         """Postpone these while the sequences are `is_reading`. Returns what is to be written.
@@ -138,11 +138,11 @@ class UnreadEntries:
         self._refusals += refusals
         self._emptied += emptied
         if is_reading:
-            self._postponed += len(emptied) + sum([len(refusal.correlation_ids) for refusal in refusals])
+            self._held_back += len(emptied) + sum([len(refusal.correlation_ids) for refusal in refusals])
             return [], []
-        postponed = self._refusals, self._emptied
+        held_back = self._refusals, self._emptied
         self._refusals, self._emptied = [], []
-        return postponed
+        return held_back
 
     def become_read(self, entry_id: bytes) -> bool:
         """The entries up to this one were read. Whether they are the last of those that were unread."""

@@ -27,9 +27,9 @@ from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histog
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.prometheus import CollectorRegistry, Counter, Gauge
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
-from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.transit import RecentTimes
-from carpool_batcher.core.missed import CAUSES, Cause
+from carpool_batcher.core.missed_deadlines import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.recent_latency import RecentLatency, count_equal
 

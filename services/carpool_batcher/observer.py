@@ -12,8 +12,8 @@ from carpool.messages.batches import Dispatch
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.messages.settled import BatchSettled
-from carpool_batcher.core.in_flight import InFlightBatch
-from carpool_batcher.core.missed import Cause, MissedDeadlines, causes_of_refusals
+from carpool_batcher.core.in_flight_batch import InFlightBatch
+from carpool_batcher.core.missed_deadlines import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.meter import Meter
 
@@ -125,7 +125,7 @@ class AnswerLog:
             self._cancelled_requests += requests
 
     def missed(self, causes: Mapping[Cause, int]) -> None:
-        """Requests missed their deadlines: how many for each cause (`core.missed`)."""
+        """Requests missed their deadlines: how many for each cause (`core.missed_deadlines`)."""
         self._missed.update(causes)
 
     def summarize_if_due(self) -> None:

@@ -36,40 +36,40 @@ class ResultOrder:
         scheduler = self._scheduler
         counted = scheduler.queue.count + scheduler.queue.withheld
         if scheduler.queue.withheld and 2 * counted > scheduler.settings.max_queue_size:
-            self.enter()
+            self.admit()
 
     def verify(self, entries: Sequence[Entry]) -> None:
         """These entries were read. Those that were put back keep their tickets; those that only say so have
         none. Before any request of them is refused, dispatched or put back."""
         self._unread_entries = max(0, self._unread_entries - len(entries))
-        claimed = [entry for entry in entries if entry.claimed_tickets is not None]
-        if claimed:
-            for entry in self.enter(claimed):
+        put_back = [entry for entry in entries if entry.stated_tickets is not None]
+        if put_back:
+            for entry in self.admit(put_back):
                 for run in entry.runs:
                     run.tickets = None
 
-    def admit(self, arrived: Sequence[Run]) -> None:
+    def issue(self, arrived: Sequence[Run]) -> None:
         """These runs arrived, and those of them that are refused on arrival are no longer in their entries.
         The others get tickets, if order is preserved. These enter the order with the next dispatch, or by
-        `enter`, which must be called before any of the requests is refused."""
+        `admit`, which must be called before any of the requests is refused."""
         if self._scheduler.settings.preserve_ordering:
             for entry in dict.fromkeys(run.entry for run in arrived):
                 if issue_tickets(entry):
                     self._arrivals.append(TicketRange(entry.id, 0, sum(map(len, entry.runs))))
 
-    def enter(self, claimants: Sequence[Entry] = ()) -> list[Entry]:
+    def admit(self, put_back: Sequence[Entry] = ()) -> list[Entry]:
         """Put tickets into the order that are not there yet, and count withheld results.
 
-        Returns those of the `claimants`, entries that were put back, whose tickets are not theirs.
+        Returns those of the entries that were `put_back` whose tickets are not theirs.
         """
-        tickets, forged = self._store.admit(self.take_arrivals(), claimants)
+        tickets, forged = self._store.admit(self.take_arrivals(), put_back)
         self._count_withheld(tickets)
         return forged
 
-    def enter_if_any(self) -> None:
+    def admit_if_any(self) -> None:
         """Put tickets into the order, if some are not there yet."""
         if self._arrivals:
-            self.enter()
+            self.admit()
 
     def take_arrivals(self) -> list[TicketRange]:
         """The tickets that are not in the order yet: the caller puts them there."""
@@ -93,7 +93,7 @@ class ResultOrder:
         The tickets are there also after an operator turned `preserve_ordering` off.
         """
         has_tickets = snapshot.entries_in_order or self._arrivals
-        self.enter_if_any()
+        self.admit_if_any()
         if snapshot.waiting_entries <= len(entries):
             self._unread_entries = 0  # some of them were withdrawn before they were read
         in_flight = self._scheduler.in_flight.batches
@@ -122,7 +122,7 @@ class ResultOrder:
 
 def issue_tickets(entry: Entry) -> bool:
     """Give the runs of an entry their tickets. Returns False if it has none, or was put back with them."""
-    if entry.claimed_tickets is not None:
+    if entry.stated_tickets is not None:
         return False
     first = 0
     for run in entry.runs:

@@ -37,9 +37,9 @@ from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.link_errors import reason_of
 from carpool.store.reader import ReadSizes, StreamReader, Subscription
 from carpool.store.upkeep import Upkeep
-from carpool_batcher.batcher import ModelBatcher
+from carpool_batcher.custom_policies import Policies
 from carpool_batcher.meter import BatcherMetrics, Meter
-from carpool_batcher.policies import Policies
+from carpool_batcher.model_batcher import ModelBatcher
 
 LEASE_MS: Final = 2000
 LEASES_INTERVAL_S: Final = 0.5

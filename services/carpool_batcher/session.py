@@ -87,7 +87,7 @@ class Session:
         self._reader = reader
         settled_after = store.last_settled_id()
         self.scheduler = _scheduler(settings, snapshot)
-        self._follow_settings()
+        self._use_settings()
         self._order = ResultOrder(store, self.scheduler, snapshot.waiting_entries)
         self._adopt_what_is_in_flight()
         last_id = store.last_waiting_id()
@@ -241,7 +241,7 @@ class Session:
             if refusals:
                 yield from self._refuse(refusals)
                 refusals = []
-            self._order.admit(runs)
+            self._order.issue(runs)
         # The rest of an entry may have been put back in others by then.
         return refusals + [refusal.where_it_is() for refusal in admitted.ended], admitted.emptied
 
@@ -268,7 +268,7 @@ class Session:
         refusals += [decision for decision in decisions if type(decision) is Refusal]
         refusals = self._early.postpone(refusals, now_us)
         is_reading = self.scheduler.sequences.is_reading
-        refusals, emptied = self.unread.postpone(refusals, emptied, is_reading=is_reading)
+        refusals, emptied = self.unread.hold_back(refusals, emptied, is_reading=is_reading)
         changes = [decision for decision in decisions if type(decision) is SequenceChange]
         freed = [decision for decision in decisions if type(decision) is SlotFreed]
         if refusals or emptied or changes or freed:
@@ -288,7 +288,7 @@ class Session:
     ) -> Generator[None]:
         """Answer requests that are not dispatched, in two pieces for each script that is needed."""
         scheduler = self.scheduler
-        self._order.enter_if_any()
+        self._order.admit_if_any()
         ttl_ms = scheduler.settings.result_ttl_ms
         answered: list[Refusal] = []
         for part in divide(refusals, emptied, changes_of_sequences, freed):
@@ -300,7 +300,7 @@ class Session:
             )
             yield
             changes = self._store.refuse(prepared)
-            self._follow(changes)
+            self._entries_changed(changes)
             missing = set(changes.missing)
             answered += [
                 refusal
@@ -317,29 +317,29 @@ class Session:
 
     def _dispatch(self, dispatches: Sequence[Dispatch], decided_us: int) -> Generator[None]:
         scheduler = self.scheduler
-        outcome = scheduler.outcome(dispatches, decided_us)
+        remaining = scheduler.carry_out(dispatches, decided_us)
         batches, changes, tickets = self._store.dispatch(
-            outcome.dispatches,
+            remaining.dispatches,
             scheduler.settings.result_ttl_ms,
             self._order.take_arrivals(),
             self._settings_of_batches,
         )
-        self._follow(changes)
+        self._entries_changed(changes)
         dispatched: list[Dispatch] = []
-        for decided, batch in zip(outcome.dispatches, batches, strict=True):
+        for decided, batch in zip(remaining.dispatches, batches, strict=True):
             if batch is None:
-                outcome.gone(decided)
+                remaining.gone(decided)
             else:
-                outcome.launched(batch.batch_id, batch.dispatch)
+                remaining.launched(batch.batch_id, batch.dispatch)
                 self._order.launched(batch.batch_id, batch.dispatch.runs)
                 dispatched.append(batch.dispatch)
         self._order.dispatched(tickets)
         self._observer.dispatched(dispatched, self._clock.now_us())
-        duplicates = outcome.finish()
-        if duplicates:
-            yield from self._refuse(duplicates)
+        copies = remaining.finish()
+        if copies:
+            yield from self._refuse(copies)
 
-    def _follow(self, changes: EntryChanges) -> None:
+    def _entries_changed(self, changes: EntryChanges) -> None:
         """A script changed entries in Redis."""
         self.scheduler.forget(self.entries.update_from(changes))
 
@@ -375,10 +375,10 @@ class Session:
             if kind.has_sequences or scheduler.kind.has_sequences:
                 raise ModelKindChangedError("another kind of model has this name now")
             scheduler.kind = kind
-            self._follow_settings()
+            self._use_settings()
         self.wake_at_us = now_us
         before = scheduler.model_processes
-        scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
+        scheduler.set_processes(snapshot.model_processes, snapshot.draining)
         if scheduler.model_processes > before:
             self.reads_at_us = 0  # another one can take a batch: first read what was left unread
         self._update_settings(snapshot)
@@ -408,10 +408,10 @@ class Session:
         if settings.policy != scheduler.settings.policy:
             scheduler.custom_policy = self._settings.custom_policy
         before, scheduler.settings = scheduler.settings, settings
-        self._follow_settings()
+        self._use_settings()
         self._log.info("settings changed", **before.changes_to(settings))
 
-    def _follow_settings(self) -> None:
+    def _use_settings(self) -> None:
         """The scheduler has these settings, and this kind of model, from now on: so have batches."""
         scheduler = self.scheduler
         self._store.kind = scheduler.kind
@@ -441,7 +441,7 @@ class Session:
 def _scheduler(settings: EffectiveSettings, snapshot: ModelSnapshot) -> Scheduler:
     """A new scheduler for the model of this snapshot."""
     scheduler = Scheduler(settings.read(snapshot, None), kind=ModelKind.of(snapshot.registration))
-    scheduler.follow_processes(snapshot.model_processes, snapshot.draining)
+    scheduler.set_processes(snapshot.model_processes, snapshot.draining)
     scheduler.custom_policy = settings.custom_policy
     return scheduler
 

@@ -34,9 +34,9 @@ from carpool.wire.tensors import WIDTHS, from_bytes
 from carpool_cli.infer import BodySettings, read_body
 from carpool_cli.screen import Screen, build_table, clip, count, duration
 from carpool_worker.devices import devices
+from carpool_worker.dry_run import UNFINISHED, DryRun, Tried
 from carpool_worker.model_process.loader import find_model, model_name
 from carpool_worker.model_process.model import LoadedModel, SteppingModel, load_model
-from carpool_worker.rehearsal import UNFINISHED, Rehearsal, Rehearsed
 
 TIMED_S: Final = 0.5  # for which each batch size is repeated
 TIMED_RUNS_MAX: Final = 200
@@ -46,7 +46,7 @@ SHOWN_CHARS: Final = 200
 _HEADINGS: Final = ("batch", "time", "of a request", "requests/s", "steps")
 LINES_SUFFIX: Final = ".jsonl"
 
-Sizes = Mapping[int, Rehearsed]  # by the number of requests in a batch
+Sizes = Mapping[int, Tried]  # by the number of requests in a batch
 
 
 class CheckSettings(BodySettings):
@@ -156,19 +156,19 @@ def _load(screen: Screen, name: str, location: str, device: str) -> LoadedModel 
 
 def _check(screen: Screen, model: LoadedModel | SteppingModel, requests: _Requests) -> int:
     try:
-        rehearsal = Rehearsal(model)
+        dry_run = DryRun(model)
     except ValueError as error:
         raise _NotCheckedError(f"cannot be tried out: {error}; serve it with `carpool up`") from None
-    alone = [rehearsal.execute(*request).results[0] for request in requests.alone()]
+    alone = [dry_run.execute(*request).results[0] for request in requests.alone()]
     for number, result in enumerate(alone, 1):
         screen.print(f"body {number}: {_shown(result)}")
     sizes = sorted({1, 2, model.settings.max_batch_size})
-    batches = {size: rehearsal.execute(*requests.batch(size)) for size in sizes}
+    batches = {size: dry_run.execute(*requests.batch(size)) for size in sizes}
     good = [body for body, result in zip(requests.bodies, alone, strict=True) if not _is_failure(result)]
     if good:
-        timed = [_timed(rehearsal, requests._replace(bodies=good).batch(size)) for size in sizes]
+        timed = [_timed(dry_run, requests._replace(bodies=good).batch(size)) for size in sizes]
         screen.print_table(build_table([_HEADINGS, *timed]))
-    for trace in rehearsal.traces:
+    for trace in dry_run.traces:
         screen.print(trace.rstrip())
     return _conclude(screen, alone, batches, next((batch.datatype for batch in batches.values()), ""))
 
@@ -196,13 +196,13 @@ def _is_failure(result: Result) -> bool:
     return result.status not in (OK, UNFINISHED)
 
 
-def _timed(rehearsal: Rehearsal, batch: _Requests) -> list[str]:
+def _timed(dry_run: DryRun, batch: _Requests) -> list[str]:
     """A row of the table: the median time that one batch is in the model."""
     times_us: list[int] = []
     steps = 0
     end_s = time.monotonic() + TIMED_S
     while not times_us or (len(times_us) < TIMED_RUNS_MAX and time.monotonic() < end_s):
-        executed = rehearsal.execute(*batch)
+        executed = dry_run.execute(*batch)
         times_us.append(executed.compute_us)
         steps = executed.steps
     size, seconds = len(batch.bodies), max(1e-6, statistics.median(times_us) / 1e6)

@@ -138,7 +138,7 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
     models = directory.models()
     if model not in models:
         raise ConfigError(describe_unregistered(model, models))
-    registered, overrides = directory.config(model)
+    registered, overrides = directory.settings(model)
     values, removed = parse(changes)
     wanted = {name: value for name, value in {**overrides, **values}.items() if name not in removed}
     try:

@@ -151,7 +151,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
     batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
     dropped = DeadLetters(link, keys).dropped()
     report = BatcherReport.decode(link.call("GET", keys.report) or b"") if batcher else None
-    overrides = {} if report and report.rejected_settings else snapshot.config  # which the batcher rejects
+    overrides = {} if report and report.rejected_settings else snapshot.overrides  # which the batcher rejects
     size = {**snapshot.registration, **overrides}.get("max_batch_size", "")
     max_batch_size = int(size) if size.isdigit() else None
     stepping = None

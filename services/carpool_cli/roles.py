@@ -219,7 +219,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "dead_dropped": keys.dead_dropped,
         "statistics": keys.statistics,
         "registration": keys.registration,
-        "config": keys.config,
+        "config": keys.overrides,
         "workers": keys.workers,
         "declared": keys.declared,
         "loading": keys.loading,

@@ -40,7 +40,7 @@ class Catalog:
         if not registration:
             self._known.pop(name, None)
             raise unknown_model(name)
-        overrides = _texts(await self._links.call(keys.config, ("HGETALL", keys.config)))
+        overrides = _texts(await self._links.call(keys.overrides, ("HGETALL", keys.overrides)))
         try:
             model = OfferedModel.of(name, registration, overrides)
         except ValueError as error:

@@ -74,17 +74,11 @@ class BatchReplica(ReplicaLoop[Item]):
 
     def _executed(self) -> Execution | None:
         """The execution whose frame the model process executes; None if it is idle."""
-        for execution in self._executions:
-            if execution.frames_sent:
-                return execution
-        return None
+        return next((one for one in self._executions if one.frames_sent), None)
 
     def _first_unfinished(self) -> Execution | None:
         """The execution that the model process executes, or is to execute next; None if there is none."""
-        for execution in self._executions:
-            if not execution.is_finished:
-                return execution
-        return None
+        return next((one for one in self._executions if not one.is_finished), None)
 
     def _discard(self, execution: Execution) -> None:
         """Another worker has the batch."""

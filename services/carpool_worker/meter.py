@@ -101,24 +101,11 @@ class WorkerMetrics(CommonMetrics):
             "carpool_first_chunk_seconds", "Time from a streamed request's arrival to its first chunk"
         )
         self._gap = self._histogram("carpool_chunk_gap_seconds", "Time between two chunks of a request")
-        self._slots: Gauge = Gauge(
-            "carpool_slots_in_use",
-            "Slots in use, of a stepping or bound model",
-            ("model",),
-            registry=self.registry,
-        ).labels(model)
-        self._slots_in_all: Gauge = Gauge(
-            "carpool_slots",
-            "Slots of a stepping or bound model; 0 of others",
-            ("model",),
-            registry=self.registry,
-        ).labels(model)
-        self.in_hand: Gauge = Gauge(
-            "carpool_batches_in_hand",
-            "Batches that this worker has fetched and not committed",
-            ("model",),
-            registry=self.registry,
-        ).labels(model)
+        self._slots = self._gauge("carpool_slots_in_use", "Slots in use, of a stepping or bound model")
+        self._slots_in_all = self._gauge("carpool_slots", "Slots of a stepping or bound model; 0 of others")
+        self.in_hand = self._gauge(
+            "carpool_batches_in_hand", "Batches that this worker has fetched and not committed"
+        )
 
     def _histogram(self, name: str, documentation: str) -> BucketCounts:
         return Histogram(name, documentation, DURATIONS_US, 1e-6, self.registry).of(self._model)
@@ -128,6 +115,10 @@ class WorkerMetrics(CommonMetrics):
             self._model
         )
         return counter
+
+    def _gauge(self, name: str, documentation: str) -> Gauge:
+        gauge: Gauge = Gauge(name, documentation, ("model",), registry=self.registry).labels(self._model)
+        return gauge
 
     def committed(self, execution: Execution, counts: ResultCounts, output_us: int, now_us: int) -> None:
         """A batch was committed; encoding and committing its results took `output_us`."""

@@ -19,9 +19,9 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
 
+from carpool.descriptors import wait_until_ready
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.prometheus import OF_WEB_PROGRAMS
-from carpool.readiness import wait_until_ready
 from carpool_worker.devices import with_threads
 from carpool_worker.model_process.frames import (
     Again,

@@ -15,8 +15,8 @@ from typing import Any, Final, Generic, TypeVar
 
 import structlog
 
+from carpool.descriptors import wait_until_ready
 from carpool.messages.batches import Batch
-from carpool.readiness import wait_until_ready
 from carpool.shown import shortened
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution

@@ -101,7 +101,7 @@ class Figures(NamedTuple):
     active_s: float | None = None  # how long ago that was
     rejected_settings: str = ""  # why the batcher rejects the model's settings, where it does
     policy: str | None = None  # the one in force
-    missed: Mapping[str, Requests] = {}  # their deadlines, by cause (see `carpool_batcher.core.missed`)
+    missed: Mapping[str, Requests] = {}  # deadlines, by cause (`carpool_batcher.core.missed_deadlines`)
     stepping: Stepping | None = None  # None: it is not a stepping model, or no batcher reports that it is
     sequences: Sequences | None = None  # None: it has no sequences, or no batcher reports any
     failed: Mapping[str, Requests] = {}  # answered with an error by workers, by status

@@ -99,7 +99,7 @@ class Keys:
         return self._of("loading")
 
     @property
-    def config(self) -> str:
+    def overrides(self) -> str:
         """Hash: an operator's overrides of registered settings."""
         return self._of("config")
 

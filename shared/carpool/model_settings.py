@@ -23,6 +23,7 @@ DEAD_LETTERS_MAX: Final = 100_000  # of one model, whatever its settings are
 RESULT_BYTES_DEFAULT: Final = 64 * 1024 * 1024
 # A chunk is written twice in one argument of a script, and Redis takes arguments of less than 512 MiB.
 RESULT_BYTES_MAX: Final = 128 * 1024 * 1024
+SLOTS_PREFETCHED_RATIO: Final = 8
 _TEXTS_FOR_NONE: Final = ("", "none", "null")
 
 
@@ -578,6 +579,11 @@ _FIRST_IS_SAFE: Final[Mapping[str, Sequence[Any]]] = {
     "preserve_ordering": (True, False),
     "unknown_fields": ("refuse", "pass"),
 }
+
+
+def prefetched_slots(slots: int) -> int:
+    """How many requests a process of a stepping model with so many slots has besides, which wait for one."""
+    return max(1, slots // SLOTS_PREFETCHED_RATIO)
 
 
 def _tightest_value(name: str, of_all: Sequence[Any]) -> Any:

@@ -386,7 +386,7 @@ def test_command_line_signs_in_with_password_files_and_shows_no_password(no_deni
 
 
 def test_admin_overrides_settings(no_denials: Secured) -> None:
-    key = Keys("square").config
+    key = Keys("square").overrides
     changed = run(no_denials, "admin", "config", "square", "max_queue_size=77", "--json")
     assert changed.returncode == 0, changed.stderr
     assert json.loads(changed.stdout)["max_queue_size"]["value"] == "77"
@@ -443,8 +443,8 @@ def test_only_an_admin_overrides_settings(secured: Secured, role: str) -> None:
     assert refused.returncode == 1
     assert "permissions" in refused.stderr
     with secured.signed_in(role) as client, pytest.raises(NoPermissionError):
-        client.hset(Keys("square").config, "max_queue_size", 1)
-    assert not secured.stack.redis.exists(Keys("square").config)
+        client.hset(Keys("square").overrides, "max_queue_size", 1)
+    assert not secured.stack.redis.exists(Keys("square").overrides)
 
 
 def test_command_line_reports_missing_permissions(secured: Secured) -> None:

@@ -499,7 +499,7 @@ def test_up_refuses_a_model_that_declares_a_policy_which_the_batcher_does_not_ha
 def test_up_warns_of_an_override_that_the_batcher_rejects(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(POLICIES)
     with EmbeddedRedis() as server, Redis.from_url(server.url) as redis:
-        redis.hset(Keys("Declaring").config, "policy", "theirs.py:Pairs")
+        redis.hset(Keys("Declaring").overrides, "policy", "theirs.py:Pairs")
         with up(tmp_path, "mine.py:Declaring", more={"CARPOOL_REDIS_URL": server.url}) as started:
             assert (
                 "  WARNING: the overrides of Declaring are not in force, because the batcher does not have "

@@ -37,7 +37,7 @@ def stack(served: Stack) -> Iterator[Stack]:
     for key in served.redis.scan_iter(KEYS.result("*")):  # of a failed test: others use these IDs
         served.redis.delete(key)
     before = len(changes(served))
-    if served.redis.delete(KEYS.config):
+    if served.redis.delete(KEYS.overrides):
         wait_until(lambda: len(changes(served)) > before, description="the model's own settings are in force")
 
 
@@ -142,7 +142,7 @@ def test_override_is_in_force_until_it_is_removed(stack: Stack, gate: Path) -> N
     # When the override is removed
     setting = config(stack, MODEL, "max_batch_size=")["max_batch_size"]
     assert (setting["value"], setting["source"]) == ("16", "model")
-    assert stack.redis.exists(KEYS.config) == 0
+    assert stack.redis.exists(KEYS.overrides) == 0
     wait_until_applied(stack, "max_batch_size", "16")
 
 
@@ -158,7 +158,7 @@ def test_value_that_can_hardly_be_meant_is_set_and_warned_of(stack: Stack) -> No
     done = run(stack, MODEL, "result_ttl_ms=5ms")
     assert done.returncode == 0
     assert "result_ttl_ms: a result that nobody has read after 5 ms is lost" in done.stdout
-    assert stack.redis.hgetall(KEYS.config) == {b"result_ttl_ms": b"5"}
+    assert stack.redis.hgetall(KEYS.overrides) == {b"result_ttl_ms": b"5"}
     wait_until_applied(stack, "result_ttl_ms", "5")  # else there is nothing to take back
 
 
@@ -205,7 +205,7 @@ def test_invalid_change_is_rejected_and_changes_nothing(
     done = run(stack, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"carpool config: {message}")
-    assert stack.redis.exists(KEYS.config) == 0
+    assert stack.redis.exists(KEYS.overrides) == 0
 
 
 def test_unreachable_redis_exits_with_another_status() -> None:

@@ -64,7 +64,7 @@ def test_everything_of_the_model_is_removed_and_nothing_else(
     register(link, "old-1x0")
     others = names(redis)
     register(link, MODEL)
-    redis.hset(KEYS.config, "max_batch_size", 2)
+    redis.hset(KEYS.overrides, "max_batch_size", 2)
     redis.xadd(KEYS.dead, {"body": "1"})
     redis.xadd(KEYS.dead, {"body": "2"})
     for number in range(1200):

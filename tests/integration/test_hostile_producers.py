@@ -15,7 +15,7 @@ from carpool.keys import Keys
 from carpool.messages.requests import Run
 from carpool.model_settings import ModelSettings
 from carpool.store.worker import WorkerStore
-from carpool_batcher.core.rules import EQUAL_SHARES
+from carpool_batcher.core.applied_settings import EQUAL_SHARES
 from carpool_batcher.core.waiting import withdrawals
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.session import Session

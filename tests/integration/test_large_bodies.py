@@ -214,7 +214,7 @@ async def test_withdrawn_expired_and_refused_requests_leave_no_body(shared: Stac
         await asyncio.to_thread(wait_until_deleted, shared, "Single")
         gate.touch()
         assert await client.infer("Single", images[2]) == images[2]
-    shared.redis.delete(Keys("Single").config)
+    shared.redis.delete(Keys("Single").overrides)
     wait_until_deleted(shared, "Single")
 
 

@@ -170,13 +170,13 @@ def test_no_more_is_read_of_a_model_than_it_can_decide_about(bench: CountedLoop)
     assert 0 < most <= 2 * ENTRIES_MAX
 
 
-@pytest.mark.parametrize("postponed_max", [0, 5, 1000])
+@pytest.mark.parametrize("held_back_max", [0, 5, 1000])
 def test_a_batcher_that_takes_over_holds_few_refusals(
-    bench: CountedLoop, postponed_max: int, monkeypatch: pytest.MonkeyPatch
+    bench: CountedLoop, held_back_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given malformed requests of sequences, then a request that follows a start, and then
     this start, which was put back. Expect each to be answered once, and the request to wait for the start."""
-    monkeypatch.setattr(entries_module, "POSTPONED_MAX", postponed_max)
+    monkeypatch.setattr(entries_module, "HELD_BACK_MAX", held_back_max)
     bench.serve(has_sequences=True)
     bench.take_over("m")
     malformed = [f"bad-{at}" for at in range(20)]
@@ -208,7 +208,7 @@ def test_a_batcher_that_takes_over_holds_few_refusals(
         "two wait, and the others are refused",
     )
     were_left = bench.session().unread.resumes_after is not None
-    assert were_left == (postponed_max < len(malformed))
+    assert were_left == (held_back_max < len(malformed))
     assert [bench.link.call("LLEN", KEYS.result(name)) for name in malformed] == [1] * len(malformed)
     scheduler = bench.session().scheduler
     assert [run.correlation_ids for lane in scheduler.queue.lanes.values() for run in lane] == [["start"]]

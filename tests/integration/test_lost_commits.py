@@ -30,7 +30,7 @@ def lose_second_commit(stack: Stack, *, is_numbered: bool, max_sequence_idle_ms:
     assert before is not None
     stack.wait_until_idle(MODEL)
     stack.active_batcher(MODEL).kill()
-    stack.redis.hset(KEYS.config, "max_sequence_idle_ms", max_sequence_idle_ms)
+    stack.redis.hset(KEYS.overrides, "max_sequence_idle_ms", max_sequence_idle_ms)
     stack.redis.restore(KEYS.sequence("s"), 3_600_000, before, replace=True)
     stack.redis.delete(KEYS.batcher)  # its lease
     stack.batcher()

@@ -107,7 +107,7 @@ def test_idle_models_are_compared_with_redis_regularly(bench: Bench) -> None:
     bench.register("m", "n")
     bench.run_until(lambda: bench.active("m"), "it is active")
     bench.run_until_idle()
-    bench.redis.hset(Keys("m").config, "max_batch_size", 3)
+    bench.redis.hset(Keys("m").overrides, "max_batch_size", 3)
     bench.run_until(lambda: bench.settings("m").max_batch_size == 3, "the override is applied")
 
 

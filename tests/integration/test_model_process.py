@@ -19,11 +19,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from carpool.clock import RedisClock
+from carpool.descriptors import wait_until_ready
 from carpool.lifecycle import Loop
 from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import JSON, MSGPACK
 from carpool.parts import Buffer
-from carpool.readiness import wait_until_ready
 from carpool.rows import Body
 from carpool.store.results import FencedError
 from carpool.wire.bodies import decode_body, encode_body

@@ -176,9 +176,9 @@ class OrderedResults(RuleBasedStateMachine):
             self.admit([entry for entry in dict.fromkeys(run.entry for run in runs) if issue_tickets(entry)])
 
     def verify(self, read: list[Entry]) -> None:
-        claimed = [entry for entry in read if entry.claimed_tickets is not None]
-        _, forged = self.batcher.admit(self.take_arrivals(), claimed)
-        for entry in claimed:
+        put_back = [entry for entry in read if entry.stated_tickets is not None]
+        _, forged = self.batcher.admit(self.take_arrivals(), put_back)
+        for entry in put_back:
             genuine = all(not self.requests[name].at_once for name in names_of(entry.runs))
             assert (entry in forged) == (not genuine)
         for entry in forged:

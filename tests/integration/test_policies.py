@@ -135,7 +135,7 @@ def test_policy_without_a_batcher_is_accepted_with_a_warning(tmp_path: Path) -> 
 
 
 def test_policy_that_was_not_loaded_is_rejected_and_reported(stack: Stack) -> None:
-    stack.redis.hset(Keys(MODEL).config, "policy", "policies.py:Others")
+    stack.redis.hset(Keys(MODEL).overrides, "policy", "policies.py:Others")
     wait_until(lambda: stack.events("settings rejected, not applied"), description="the batcher rejects it")
     (event,) = stack.events("settings rejected, not applied")
     assert event["reason"] == "policy: 'policies.py:Others' is not one of this batcher's --policies"
@@ -146,7 +146,7 @@ def test_policy_that_was_not_loaded_is_rejected_and_reported(stack: Stack) -> No
 def test_batcher_that_takes_over_uses_registered_settings_if_an_override_is_rejected(tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         stack.worker("plain.py:Echo")
-        stack.redis.hset(Keys(MODEL).config, "policy", "policies.py:Others")
+        stack.redis.hset(Keys(MODEL).overrides, "policy", "policies.py:Others")
         requests = [{"correlation_id": f"p{position}", "body": b"7"} for position in range(20)]
         stack.send_packed(MODEL, requests)
         stack.batcher()

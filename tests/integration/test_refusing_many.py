@@ -14,7 +14,7 @@ from carpool.keys import CORRELATION_ID_CHARS_MAX, Keys
 from carpool.messages.batches import Dispatch
 from carpool.messages.requests import JSON, MSGPACK, Entry, Run
 from carpool.messages.results import Refusal, Result
-from carpool.store.batcher import ANSWERS_MAX, CLAIMED_RANGES_MAX, BatcherStore
+from carpool.store.batcher import ANSWERS_MAX, STATED_RANGES_MAX, BatcherStore
 from carpool.store.connection import Argument, Link, Script
 from carpool.store.results import Address, Answer
 from carpool.tickets import TicketRange, Tickets
@@ -147,15 +147,15 @@ def test_a_batch_that_expires_is_answered_by_several_scripts(stack: Stack, link:
     assert store.answer_in_flight(outcome.batches[0].batch_id, answers, TTL_MS) is None
 
 
-def test_many_tickets_that_are_claimed_are_verified_by_several_scripts(
+def test_many_tickets_that_are_stated_are_verified_by_several_scripts(
     stack: Stack, link: ObservedLink
 ) -> None:
     store = BatcherStore(link, KEYS)
-    count = CLAIMED_RANGES_MAX // 2 + 1
-    claimants = [Entry(f"{at}-0", 0) for at in range(1, 4)]
-    for entry in claimants:
-        entry.claimed_tickets = Tickets(tuple(TicketRange("1-1", at, 1) for at in range(count)))
-    admission = store.admit([TicketRange("9-0", 0, 3)], claimants)
-    assert (admission.tickets, admission.forged) == (3, claimants)
+    count = STATED_RANGES_MAX // 2 + 1
+    put_back = [Entry(f"{at}-0", 0) for at in range(1, 4)]
+    for entry in put_back:
+        entry.stated_tickets = Tickets(tuple(TicketRange("1-1", at, 1) for at in range(count)))
+    admission = store.admit([TicketRange("9-0", 0, 3)], put_back)
+    assert (admission.tickets, admission.forged) == (3, put_back)
     assert [args // count for _, _, args in link.scripts] == [1, 1, 1]
     assert stack.redis.llen(KEYS.order) == 1

@@ -39,13 +39,13 @@ def link(server: EmbeddedRedis) -> Iterator[Link]:
 def test_model_without_tensors_that_takes_the_name_of_another_declares_none(link: Link) -> None:
     store, directory = WorkerStore(link, Keys("m")), Directory(link, "carpool")
     store.register(encode_registration(ModelSettings().as_text(), [TENSOR], [TENSOR]))
-    registered, _ = directory.config("m")
+    registered, _ = directory.settings("m")
     assert (decode_inputs(registered), "outputs" in registered) == ([TENSOR], True)
     store.register(encode_registration(ModelSettings().as_text(), [], [TENSOR]))
-    registered, _ = directory.config("m")
+    registered, _ = directory.settings("m")
     assert (decode_inputs(registered), "outputs" in registered) == ([], True)
     store.register(encode_registration(ModelSettings().as_text(), [], []))
-    registered, _ = directory.config("m")
+    registered, _ = directory.settings("m")
     assert registered == encode_registration(ModelSettings().as_text(), [], [])
 
 
@@ -81,7 +81,7 @@ class OfWorker:
 
 
 def registered_size(link: Link) -> str:
-    return Directory(link, "carpool").config("m")[0]["max_batch_size"]
+    return Directory(link, "carpool").settings("m")[0]["max_batch_size"]
 
 
 def told(link: Link) -> int:
@@ -147,7 +147,7 @@ def test_a_worker_takes_larger_batches_than_it_declares_only_if_an_operator_says
     worker = OfWorker(link, "worker", 8)
     sizes = []
     for override in ("64", "4", "many"):
-        link.call("HSET", KEYS.config, "max_batch_size", override)
+        link.call("HSET", KEYS.overrides, "max_batch_size", override)
         worker.follow()
         sizes.append(worker.registrar.batch_size_max)
     assert sizes == [64, 8, 8]

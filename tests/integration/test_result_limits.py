@@ -30,7 +30,7 @@ def stack(stacks: Callable[[Path], Stack]) -> Stack:
     stack.serve(f"stepping.py:{ENDLESS}", "plain.py:Echo")
     for model, settings in ((ENDLESS, {"max_batch_size": "1", "stream_buffer": "4"}), ("Echo", {})):
         wanted = {**settings, "max_result_bytes": str(LIMIT)}
-        if stack.redis.hgetall(Keys(model).config) != {k.encode(): v.encode() for k, v in wanted.items()}:
+        if stack.redis.hgetall(Keys(model).overrides) != {k.encode(): v.encode() for k, v in wanted.items()}:
             stack.configure(model, **wanted)
     return stack
 

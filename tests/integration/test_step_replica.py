@@ -398,7 +398,7 @@ def test_settings_are_those_of_the_batch_that_was_dispatched_last() -> None:
         text = (
             "" if slots is None else replace(SETTINGS, max_batch_size=slots).for_workers(ModelKind.STEPPING)
         )
-        worker.replica._in_hand._follow_settings(Batch(batch_id, 1, [], "full", 0, "", settings=text))
+        worker.replica._in_hand._use_settings(Batch(batch_id, 1, [], "full", 0, "", settings=text))
         followed.append(worker.replica.slots)
     worker.close()
     assert followed == [5, 5, 5, 5, 4]

@@ -58,7 +58,7 @@ def test_bytes_are_bounded(bare: Stack, letters: DeadLetters) -> None:
 
 
 def test_many_small_ones_give_way_to_a_large_one(bare: Stack, letters: DeadLetters) -> None:
-    bare.redis.hset(KEYS.config, BYTES, 2 * MIB + 100_000)
+    bare.redis.hset(KEYS.overrides, BYTES, 2 * MIB + 100_000)
     write(bare, *[100] * 3000, 2 * MIB - 20_000)
     assert letters.trim()[BYTES] > 2000
     assert len(sizes(bare)) > 1 and sizes(bare)[-1] == 2 * MIB - 20_000
@@ -74,14 +74,14 @@ def test_number_and_age_are_bounded(bare: Stack, letters: DeadLetters) -> None:
     write(bare, 3, 4, 5, 6, 7)
     assert letters.trim() == {AGE: 2, NUMBER: 1}
     assert sizes(bare) == [4, 5, 6, 7]
-    bare.redis.hset(KEYS.config, NUMBER, 3)  # an operator's override
+    bare.redis.hset(KEYS.overrides, NUMBER, 3)  # an operator's override
     assert letters.trim() == {NUMBER: 1}
     assert letters.dropped() == {AGE: 2, NUMBER: 2}
     assert letters.trim() == {}
 
 
 def test_user_may_have_written_the_settings(bare: Stack, letters: DeadLetters) -> None:
-    bare.redis.set(KEYS.config, "what")
+    bare.redis.set(KEYS.overrides, "what")
     bare.redis.hset(KEYS.registration, mapping={AGE: "soon", NUMBER: 0, BYTES: "none"})
     write(bare, 1)
     assert letters.trim() == {} and sizes(bare) == [1]

@@ -9,9 +9,9 @@ import pytest
 
 from carpool.messages.requests import Run
 from carpool.messages.sequences import SlotFreed
-from carpool_batcher.core.sequences.sequence import Sequence
+from carpool_batcher.core.sequences.processes import Processes
+from carpool_batcher.core.sequences.sequence import OneSequence
 from carpool_batcher.core.sequences.sequences import Sequences
-from carpool_batcher.core.sequences.space import Processes
 from carpool_batcher.core.waiting.queue import Queue
 from simulation.test_bound_machine import BoundMachine
 from support.planting import Fault, Faults, Patch, of_machine
@@ -22,7 +22,7 @@ FAULTS: Final = Faults(of_machine(BoundMachine, steps=40))
 
 @FAULTS.shown_by(examples.test_a_batcher_that_takes_over_knows_which_process_has_which_sequence)
 def free_a_slot_twice(patch: Patch) -> None:
-    def leave(self: Processes, sequence: Sequence) -> SlotFreed | None:
+    def leave(self: Processes, sequence: OneSequence) -> SlotFreed | None:
         process = sequence.process
         freed = original(self, sequence)
         if freed is not None and self._slots_taken[process]:
@@ -40,7 +40,7 @@ def never_free_a_slot(patch: Patch) -> None:
 
 @FAULTS.found(examples=8)
 def tell_no_process_that_a_slot_is_free(patch: Patch) -> None:
-    def leave(self: Processes, sequence: Sequence) -> None:
+    def leave(self: Processes, sequence: OneSequence) -> None:
         original(self, sequence)
 
     original = Processes.leave
@@ -58,11 +58,11 @@ def choose_a_process_for_each_request(patch: Patch) -> None:
 
 @FAULTS.found(examples=22)
 def begin_in_a_process_that_drains(patch: Patch) -> None:
-    def follow(self: Processes, live: Iterable[str], draining: Iterable[str]) -> None:
+    def set_live(self: Processes, live: Iterable[str], draining: Iterable[str]) -> None:
         original(self, live, ())
 
-    original = Processes.follow
-    patch.setattr(Processes, "follow", follow)
+    original = Processes.set_live
+    patch.setattr(Processes, "set_live", set_live)
 
 
 @FAULTS.found(examples=308)

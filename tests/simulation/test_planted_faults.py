@@ -14,8 +14,8 @@ from carpool.rows import Bodies
 from carpool.tickets import Tickets
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.dispatching import Dispatcher
-from carpool_batcher.core.in_flight import InFlightBatch
-from carpool_batcher.core.outcomes import BatchesInFlight
+from carpool_batcher.core.in_flight import BatchesInFlight
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.waiting import lane
 from carpool_batcher.core.waiting.batch_space import BatchSpace
 from carpool_batcher.core.waiting.fairness import FairQueue, Turns
@@ -157,7 +157,7 @@ def overlook_that_a_lane_changed(patch: Patch) -> None:
     """The dispatcher may then look at the same claim for ever."""
 
     def put(index: LaneIndex, gate: Any, claim: Any, *others: Any) -> None:
-        if claim.lane not in index._entries:
+        if claim.lane not in index._lanes:
             original(index, gate, claim, *others)
 
     original = LaneIndex.put
@@ -189,7 +189,7 @@ def choose_lanes_by_arrival_only(patch: Patch) -> None:
     def first(index: LaneIndex, gates: Sequence[Gate], now_us: int) -> Claim | None:
         if original(index, gates, now_us) is None:
             return None
-        claims = [entry.claim for entry in index._entries.values() if entry.gate in gates]
+        claims = [lane.claim for lane in index._lanes.values() if lane.gate in gates]
         return min((one for one in claims if one.ready_at_us <= now_us), key=lambda one: one.arrival_us)
 
     original = LaneIndex.first

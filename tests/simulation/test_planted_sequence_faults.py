@@ -11,7 +11,7 @@ from carpool.messages.requests import Run
 from carpool.messages.sequences import SequenceChange
 from carpool_batcher.core.sequences.followers import Followers
 from carpool_batcher.core.sequences.heads import Heads
-from carpool_batcher.core.sequences.sequence import Segment, Sequence, place_of
+from carpool_batcher.core.sequences.sequence import OneSequence, Segment, place_of
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.sequences.takeover import Event, Takeover
 from carpool_batcher.core.waiting.queue import Queue
@@ -37,7 +37,7 @@ def send_two_of_a_sequence(patch: Patch) -> None:
         assert sequence is not None
         sequence.in_flight = None
         sequence.has_state = True
-        self._records.changed[sequence] = None
+        self._known.changed[sequence] = None
 
     original = Sequences.dispatch
     patch.setattr(Sequences, "dispatch", dispatch)
@@ -86,7 +86,7 @@ def forget_a_follower(patch: Patch) -> None:
     def settle(self: Sequences, run: Run, *, is_broken: bool) -> None:
         original(self, run, is_broken=is_broken)
         if not is_broken:
-            self._records.changed.clear()
+            self._known.changed.clear()
 
     original = Sequences.settle
     patch.setattr(Sequences, "settle", settle)
@@ -114,9 +114,9 @@ def accept_what_comes_after_a_failure(patch: Patch) -> None:
 def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
     """Idle time counts from the last arrival, whatever waits or is in flight."""
 
-    def advance(self: Heads, sequence: Sequence, now_us: int) -> None:
+    def advance(self: Heads, sequence: OneSequence, now_us: int) -> None:
         original(self, sequence, now_us)
-        if sequence.sequence_id in self._records.by_id:
+        if sequence.sequence_id in self._known.by_id:
             self._idle.add(sequence, now_us, waits=False, has_state=sequence.has_state)
 
     original = Heads._advance
@@ -130,7 +130,7 @@ def never_end_a_sequence(patch: Patch) -> None:
 
 @FAULTS.found(examples=13)
 def begin_without_space(patch: Patch) -> None:
-    def recount(self: Heads, sequence: Sequence) -> None:
+    def recount(self: Heads, sequence: OneSequence) -> None:
         original(self, sequence)
         self.begun -= sequence.occupies_space
         sequence.occupies_space = False
@@ -146,16 +146,16 @@ def never_begin_what_waits_for_space(patch: Patch) -> None:
 
 @FAULTS.found(examples=6)
 def count_a_refused_follower_as_waiting(patch: Patch) -> None:
-    def follow(self: Queue, decided: Any) -> None:
+    def apply(self: Queue, decided: Any) -> None:
         original(self, decided._replace(refusals=[]))
 
-    original = Queue.follow
-    patch.setattr(Queue, "follow", follow)
+    original = Queue.apply
+    patch.setattr(Queue, "apply", apply)
 
 
 @FAULTS.found(examples=19)
 def serve_a_request_that_was_sent_twice(patch: Patch) -> None:
-    patch.setattr(Sequence, "known_id", lambda self, part: None)
+    patch.setattr(OneSequence, "known_id", lambda self, part: None)
 
 
 @FAULTS.shown_by(before_several_breaks)

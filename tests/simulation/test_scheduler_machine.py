@@ -25,7 +25,7 @@ from carpool.messages.results import Refusal
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows, StoredBody
-from carpool_batcher.core import rules
+from carpool_batcher.core import applied_settings
 from carpool_batcher.core.learned.transit import magnitude
 from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.core.policies.deferred import PLANNED_BATCHES_MAX
@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit = mock.patch.object(rules, "MAX_BATCH_BYTES", MAX_BATCH_BYTES)
+        self.limit = mock.patch.object(applied_settings, "MAX_BATCH_BYTES", MAX_BATCH_BYTES)
         self.limit.start()
         self.now_us = START_US
         self.items: dict[tuple[Entry, str], Item] = {}
@@ -1029,7 +1029,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for dispatch in dispatches:
             runs = [run for run in dispatch.runs if run in carried_out]
             if not runs:
-                self.scheduler.in_flight.cancel()
+                self.scheduler.in_flight.unreserve()
                 continue
             self.number += 1
             batch_id = f"batch {self.number}"

@@ -19,7 +19,7 @@ from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INVALID_ARGUME
 from carpool.messages.requests import Run, SequencePart
 from carpool.messages.results import UNANSWERED
 from carpool.messages.sequences import SequenceChange
-from carpool_batcher.core.sequences.sequence import Sequence
+from carpool_batcher.core.sequences.sequence import OneSequence
 from support.sequence_harness import SequenceHarness
 
 IDLE_MS = 50
@@ -44,7 +44,7 @@ class Observed(SequenceHarness):
             self.idle_after.setdefault(part.sequence_id, []).append(max(places))
 
 
-def check_state(sequence: Sequence) -> None:
+def check_state(sequence: OneSequence) -> None:
     """A sequence is in one of the states of the table in `sequences.sequence`."""
     current = sequence.current
     if sequence.is_busy:
@@ -288,12 +288,12 @@ class SequencesMachine(RuleBasedStateMachine):
         """Each waiting request is of a sequence that is known, each head waits, and each follower is where it
         has its turn."""
         sequences, waiting = self.harness.scheduler.sequences, set(self.harness.waiting.values())
-        assert {part_of(run).sequence_id for run in waiting} <= sequences._records.by_id.keys()
-        assert {one.head for one in sequences._records.by_id.values() if one.head is not None} <= waiting
+        assert {part_of(run).sequence_id for run in waiting} <= sequences._known.by_id.keys()
+        assert {one.head for one in sequences._known.by_id.values() if one.head is not None} <= waiting
         for run, segment in sequences.followers._segments.items():
             assert segment is not None
             assert run in segment
-        for sequence in set(sequences._records.by_id.values()) - sequences._records.changed.keys():
+        for sequence in set(sequences._known.by_id.values()) - sequences._known.changed.keys():
             check_state(sequence)
 
     def check_that_failures_break(self) -> None:

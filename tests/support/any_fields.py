@@ -42,7 +42,7 @@ class Batcher:
 
     def begin(self) -> None:
         self.scheduler = Scheduler(self.settings, kind=self.kind)
-        self.scheduler.follow_processes(PROCESSES)
+        self.scheduler.set_processes(PROCESSES)
         self.table: dict[str, Entry] = {}
 
     def new_id(self) -> str:
@@ -123,14 +123,14 @@ class Batcher:
         self.dispatch(dispatches)
 
     def dispatch(self, decided: Sequence[Dispatch]) -> None:
-        outcome = self.scheduler.outcome(decided, self.now_us)
-        self.take_out([run for dispatch in outcome.dispatches for run in dispatch.runs])
-        for dispatch in outcome.dispatches:
+        remaining = self.scheduler.carry_out(decided, self.now_us)
+        self.take_out([run for dispatch in remaining.dispatches for run in dispatch.runs])
+        for dispatch in remaining.dispatches:
             batch_id = f"{next(self.numbers)}"
-            outcome.launched(batch_id, dispatch)
+            remaining.launched(batch_id, dispatch)
             self.in_flight[batch_id] = [request for run in dispatch.runs for request in requests_of(run)]
             self.launched(batch_id, dispatch)
-        self.remove(self.checked(outcome.finish()))
+        self.remove(self.checked(remaining.finish()))
 
     def launched(self, batch_id: str, dispatch: Dispatch) -> None:
         """This batch is in flight now."""

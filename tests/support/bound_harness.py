@@ -68,14 +68,14 @@ class BoundHarness(SequenceHarness):
 
     def _new_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.settings, kind=ModelKind.BOUND)
-        scheduler.follow_processes(list(self.processes), self.draining)
+        scheduler.set_processes(list(self.processes), self.draining)
         return scheduler
 
     # --- the batcher ---------------------------------------------------------------------------------------
 
     def compare(self) -> None:
         """The batcher has a snapshot of the processes."""
-        self.scheduler.follow_processes(list(self.processes), self.draining)
+        self.scheduler.set_processes(list(self.processes), self.draining)
 
     def dispatched(self, batch_id: str, dispatch: Dispatch) -> None:
         assert dispatch.process not in self.process_of.values(), "two batches of one process are in flight"

@@ -17,12 +17,17 @@ from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution, Frame
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.frame_loop import FrameLoop
-from carpool_worker.model_process.frames import OutcomeHeader, Ready
+from carpool_worker.model_process.frames import LoadFailed, MessageReader, OutcomeHeader, Ready
 from carpool_worker.model_process.loaded import description_of
 from carpool_worker.model_process.model import LoadedModel, adapt
 from carpool_worker.model_process.raised import RaisedLog
 
 NOW_US: Final = 10_000_000
+
+
+def receive_load_result(reader: MessageReader) -> Ready | LoadFailed:
+    """Wait for the first message of a model process. Raises ProcessGoneError."""
+    return frames.read_load_result(reader.receive()[0])
 
 
 def codec_of_model(model: Any) -> tuple[Codec, LoadedModel]:
@@ -31,7 +36,7 @@ def codec_of_model(model: Any) -> tuple[Codec, LoadedModel]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.send_load_result(theirs, description_of(loaded))
-        ready = frames.receive_load_result(frames.MessageReader(ours))
+        ready = receive_load_result(MessageReader(ours))
     assert isinstance(ready, Ready)
     return Codec(ready), loaded
 
@@ -41,7 +46,7 @@ def codec_of(*inputs: TensorSpec, outputs: Sequence[TensorSpec] = (), wants_requ
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.send_load_result(theirs, Ready({}, inputs, tuple(outputs), wants_requests, {}))
-        ready = frames.receive_load_result(frames.MessageReader(ours))
+        ready = receive_load_result(MessageReader(ours))
     assert isinstance(ready, Ready)
     return Codec(ready)
 
@@ -124,7 +129,7 @@ def executed_by(model: LoadedModel, frame: Frame) -> tuple[OutcomeHeader, Buffer
         loop = _SentOnce(theirs, model, RaisedLog(lambda _: None))
         loop.sent = bytearray().join(frame.payload)
         loop.run_once()
-        header, payload = frames.MessageReader(ours).receive()
+        header, payload = MessageReader(ours).receive()
         return OutcomeHeader(*header), payload
 
 

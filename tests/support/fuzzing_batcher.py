@@ -102,7 +102,7 @@ def _assert_bounded(batcher: Batcher) -> None:
     assert len(sequences) <= served + 2 * begun_max
     assert len(sequences._heads._to_start._heap) <= 2 * served + 101
     segments_max = 2 * max(served, WAITING_MAX) + 18  # empty ones stay until as many more arrive as waited
-    assert all(len(one.segments) <= segments_max for one in sequences._records.by_id.values())
+    assert all(len(one.segments) <= segments_max for one in sequences._known.by_id.values())
     assert len(scheduler._withdrawals.arrived_later) <= served + 100
 
 

@@ -33,9 +33,9 @@ from carpool.messages.requests import JSON, MSGPACK, RAW
 from carpool.messages.results import Result
 from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.tensors import TENSOR_FIELDS, TensorSpec, to_bytes
+from carpool_worker.dry_run import DryRun
 from carpool_worker.model_process.frames import pack_values
 from carpool_worker.model_process.model import LoadedModel, RequestInfo
-from carpool_worker.rehearsal import Rehearsal
 
 BATCHES_PER_SEED: Final = 250
 BODIES_MAX: Final = 6
@@ -397,22 +397,20 @@ class RandomModel:
 def check(choice: random.Random, batches: int = BATCHES_PER_SEED) -> int:
     """Execute `batches` batches of a random model. Returns how many results were OK."""
     model = RandomModel(choice)
-    rehearsal = Rehearsal(model.loaded)
+    dry_run = DryRun(model.loaded)
     alone: dict[tuple[str, int], Result] = {}
     encoded = {content_type: model.encoded(content_type) for content_type in model.content_types}
     succeeded = 0
     for _ in range(batches):
         content_type = choice.choice(model.content_types)
         ats = choice.choices(range(BODIES_MAX), k=choice.randint(2, BODIES_MAX))
-        results = rehearsal.execute(
+        results = dry_run.execute(
             [encoded[content_type][at] for at in ats], content_type, dict(FIELDS)
         ).results
         for at, result in zip(ats, results, strict=True):
             expected = alone.get((content_type, at))
             if expected is None:
-                (expected,) = rehearsal.execute(
-                    [encoded[content_type][at]], content_type, dict(FIELDS)
-                ).results
+                (expected,) = dry_run.execute([encoded[content_type][at]], content_type, dict(FIELDS)).results
                 alone[content_type, at] = expected
                 _assert_returned(model, at, expected)
             succeeded += result.status == OK

@@ -34,7 +34,7 @@ from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.messages.settled import ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.outcomes import DispatchOutcome
+from carpool_batcher.core.in_flight import DecidedDispatches
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from support.any_fields import START_MS, Batcher, as_flat
 from support.scheduler_harness import MS
@@ -283,7 +283,7 @@ class Recorded(Batcher):
 
     def begin(self) -> None:
         self.scheduler: Scheduler = Noting(self.settings, self.kind, self._note)
-        self.scheduler.follow_processes(self._names)
+        self.scheduler.set_processes(self._names)
         self.table = {}
 
     def _note(self, text: str) -> None:
@@ -329,7 +329,7 @@ class Recorded(Batcher):
 
     def _resize(self, number: int) -> None:
         self._names = [f"p{at}" for at in range(1, number + 1)]
-        self.scheduler.follow_processes(self._names)
+        self.scheduler.set_processes(self._names)
         self._note(f"{number} processes")
 
     # --- workers -------------------------------------------------------------------------------------------
@@ -406,11 +406,11 @@ class Noting(Scheduler):
     def offer(self, run: Run, now_us: int) -> list[Refusal]:
         return self._all(super().offer(run, now_us))
 
-    def outcome(self, dispatches: Sequence[Dispatch], decided_us: int) -> DispatchOutcome:
-        outcome = super().outcome(dispatches, decided_us)
-        finish = outcome.finish
-        outcome.finish = lambda: self._all(finish())  # type: ignore[method-assign]
-        return outcome
+    def carry_out(self, dispatches: Sequence[Dispatch], decided_us: int) -> DecidedDispatches:
+        remaining = super().carry_out(dispatches, decided_us)
+        finish = remaining.finish
+        remaining.finish = lambda: self._all(finish())  # type: ignore[method-assign]
+        return remaining
 
     def end_sequences(self, sequence_ids: Any, place: str) -> list[Refusal]:
         return self._all(super().end_sequences(sequence_ids, place))

@@ -376,7 +376,7 @@ def test_a_dispatch_that_was_not_carried_out_leaves_its_process_idle() -> None:
     (dispatch,) = scheduler.poll(0)
     assert isinstance(dispatch, Dispatch) and dispatch.process == "p"
     scheduler.forget(dispatch.runs)
-    scheduler.in_flight.cancel(dispatch.process)
+    scheduler.in_flight.unreserve(dispatch.process)
     del harness.waiting["a0"]
     harness.send("b0", start=True)
     assert harness.run() == [["b0"]]

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.lane_latency import LANE_BATCHES_MIN, LANES_MAX
 from support.scheduler_harness import LearningCapacity
 
@@ -139,8 +139,8 @@ def test_reservation_takes_capacity_until_it_is_cancelled() -> None:
     assert capacity.free_at_us(0) is None
     capacity.reserve()
     assert not capacity.has_capacity()
-    capacity.cancel()
-    capacity.cancel()
+    capacity.unreserve()
+    capacity.unreserve()
     assert capacity.free_at_us(0) == 0
 
 

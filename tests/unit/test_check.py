@@ -319,7 +319,7 @@ def test_failure_of_the_only_body(checked: Check, model: str, body: str, reason:
 
 
 def test_endless_generation_is_no_failure(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("carpool_worker.rehearsal.STEPS_MAX", 20)
+    monkeypatch.setattr("carpool_worker.dry_run.STEPS_MAX", 20)
     status, printed = checked("endless", "1")
     assert status == 0
     assert "still being generated after 20 steps" in printed

@@ -751,7 +751,7 @@ def test_expired_request_is_not_executed() -> None:
         assert execution.results[position].status == "DEADLINE_EXCEEDED"
         assert (
             execution.results[position].detail
-            == "expired: a worker received its batch after the request's deadline"
+            == "expired: its deadline passed before a worker had decoded it"
         )
     assert (execution.results[0].batch_size, execution.results[0].queue_us) == (0, 3000)
 

@@ -41,7 +41,7 @@ class FakeDirectory:
     def models(self) -> list[str]:
         return ["m"]
 
-    def config(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
+    def settings(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
         return self.registered, self.overrides
 
     def configure(self, model: str, values: dict[str, str], removed: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ def test_request_that_is_not_included_closes_the_batch() -> None:
     policy = Recorder(10)
     scheduler = scheduler_with(policy, 4, 4, 4, 1)
     assert outcomes(scheduler.poll(0)) == [("dispatch", "ab")]
-    scheduler.in_flight.cancel()
+    scheduler.in_flight.unreserve()
     assert outcomes(scheduler.poll(0)) == [("dispatch", "cd")]
     assert policy.finalised == [["a", "b"], ["c", "d"]]
 
@@ -105,7 +105,7 @@ def test_policy_sees_single_requests_of_a_run() -> None:
     scheduler = scheduler_with(policy)
     assert scheduler.offer(run("a b c d e"), 0) == []
     assert outcomes(scheduler.poll(0)) == [("dispatch", "ab")]
-    scheduler.in_flight.cancel()
+    scheduler.in_flight.unreserve()
     # Given that the policy raises for a request in the middle of a run, the others are dispatched without it
     assert outcomes(scheduler.poll(0)) == [("refuse", "d"), ("dispatch", "ce")]
     assert policy.finalised == [["a", "b"], ["c", "e"]]

@@ -118,9 +118,9 @@ def test_copy_of_a_delayed_request_waits_no_longer_than_the_first() -> None:
     assert refused.status == UNANSWERED
     (decision,) = harness.scheduler.poll(50_000)
     assert isinstance(decision, Dispatch)
-    outcome = harness.scheduler.outcome([decision], 50_000)
-    outcome.launched("1", decision)
-    (copy,) = outcome.finish()
+    remaining = harness.scheduler.carry_out([decision], 50_000)
+    remaining.launched("1", decision)
+    (copy,) = remaining.finish()
     assert copy.status == UNANSWERED and harness.scheduler.queue.count == 0
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.model_settings import ModelKind, ModelSettings, PriorityPolicy
-from carpool_batcher.core.rules import MAX_BATCH_BYTES
+from carpool_batcher.core.applied_settings import MAX_BATCH_BYTES
 from support.scheduler_harness import SchedulerHarness, run
 
 # --- reasons ---------------------------------------------------------------------------------------------

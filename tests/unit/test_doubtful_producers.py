@@ -10,11 +10,11 @@ import pytest
 from carpool.messages.requests import Producer
 from carpool.messages.settled import ExecutedOf
 from carpool.producer_ratios import PRODUCERS_MAX
+from carpool_batcher.core.applied_settings import Shares
 from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers
 from carpool_batcher.core.learned.executed_share import BATCHES_MAX
 from carpool_batcher.core.policies.deferred import ArrivalRate
-from carpool_batcher.core.rules import Shares
-from carpool_batcher.core.waiting.fairness import Slice
+from carpool_batcher.core.waiting.fairness import RunPart
 from carpool_batcher.core.waiting.lane import Lane
 from support.scheduler_harness import MS, SchedulerHarness
 
@@ -174,7 +174,7 @@ def test_a_batch_that_settled_before_teaches_nothing_again() -> None:
 def test_plan_does_not_look_at_any_number_of_doubtful_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at = 0
 
-    def in_order(lane: Lane, shares: Shares) -> Iterator[Slice]:
+    def in_order(lane: Lane, shares: Shares) -> Iterator[RunPart]:
         nonlocal looked_at
         for one in original(lane, shares):
             looked_at += 1

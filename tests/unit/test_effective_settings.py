@@ -12,8 +12,8 @@ from carpool.model_settings import ModelSettings
 from carpool.plugins import UnusableError
 from carpool.store.directory import ModelSnapshot
 from carpool_batcher.core.policies.custom import CustomPolicy
+from carpool_batcher.custom_policies import load_policies
 from carpool_batcher.effective_settings import EffectiveSettings
-from carpool_batcher.policies import load_policies
 
 POLICIES = """
 class Good:

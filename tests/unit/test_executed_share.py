@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.executed_share import BATCHES_MAX, ExecutedShares
 from support.scheduler_harness import LearningCapacity
 

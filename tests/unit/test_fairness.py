@@ -11,7 +11,13 @@ import pytest
 
 from carpool.messages.requests import Entry, Run
 from carpool.model_settings import ModelSettings
-from carpool_batcher.core.rules import EQUAL_SHARES, NO_WEIGHTS, BatchLimits, Rules, Shares
+from carpool_batcher.core.applied_settings import (
+    EQUAL_SHARES,
+    NO_WEIGHTS,
+    AppliedSettings,
+    BatchLimits,
+    Shares,
+)
 from carpool_batcher.core.waiting.batch_space import BatchSpace, bytes_of
 from carpool_batcher.core.waiting.fairness import FairQueue
 from carpool_batcher.core.waiting.lane import Lane
@@ -169,12 +175,12 @@ def test_request_counts_as_what_it_takes_of_a_batch(
     cost: int, max_batch_cost: int | None, counted: int
 ) -> None:
     """Given batches of 8 requests, expect this many requests of another tenant, each a unit, for one."""
-    shares = Rules(ModelSettings(max_batch_size=8, max_batch_cost=max_batch_cost)).shares
+    shares = AppliedSettings(ModelSettings(max_batch_size=8, max_batch_cost=max_batch_cost)).shares
     assert min(max(cost, shares.cost_min), shares.cost_max) == counted
 
 
 def test_requests_for_slots_count_by_their_cost() -> None:
-    shares = Rules(ModelSettings(max_batch_size=1, max_batch_cost=100)).shares
+    shares = AppliedSettings(ModelSettings(max_batch_size=1, max_batch_cost=100)).shares
     assert (shares.cost_min, shares.cost_max) == (1, 100)
 
 
@@ -376,7 +382,7 @@ def test_long_row_of_new_tenants_and_lanes_leaves_nothing_behind() -> None:
     queue, index = served.harness.scheduler.queue, served.harness.scheduler._dispatcher._index
     assert list(queue.lanes) == [""]
     assert all(len(turns.of) <= 1 and not turns.queues and not turns._idle for turns in queue.turns.values())
-    assert index.first(list(Gate), 0) is None and not index._entries
+    assert index.first(list(Gate), 0) is None and not index._lanes
     assert sum(len(by_rank) for by_rank in index._ready) == 0
 
 

@@ -26,6 +26,7 @@ from carpool_worker.model_process.frames import (
     StrayBytesError,
     send_message,
 )
+from support.executions import receive_load_result
 
 BUFFER_BYTES = 64 * 1024
 
@@ -298,7 +299,7 @@ def test_load_result_arrives_as_it_was_sent(
 ) -> None:
     ours, theirs = pair
     frames.send_load_result(ours, result)
-    received = frames.receive_load_result(MessageReader(theirs))
+    received = receive_load_result(MessageReader(theirs))
     assert received == result and type(received) is type(result)
 
 

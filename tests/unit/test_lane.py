@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from carpool.messages.requests import Entry, Run
 from carpool.rows import Bodies, Rows, StoredBody
-from carpool_batcher.core.rules import EQUAL_SHARES, NO_LIMIT, NO_WEIGHTS, BatchLimits, Shares
+from carpool_batcher.core.applied_settings import EQUAL_SHARES, NO_LIMIT, NO_WEIGHTS, BatchLimits, Shares
 from carpool_batcher.core.waiting.batch_space import bytes_of
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane
 
@@ -66,18 +66,18 @@ def test_run_put_back_is_inserted_by_arrival() -> None:
     assert popped(lane_of(d, a, c, b)) == "a c b1 b2 d"
 
 
-def test_head_is_right_after_every_change() -> None:
+def test_front_is_right_after_every_change() -> None:
     high, old, new = run("high", 5, priority=9), run("old", 1), run("new", 7)
     lane = lane_of(new)
-    assert lane.head() == (1 + 4, 7)
+    assert lane.front() == (1 + 4, 7)
     insert(lane, high)
-    assert lane.head() == (1 + 9, 5)
+    assert lane.front() == (1 + 9, 5)
     insert(lane, old)
-    assert lane.head() == (1 + 9, 1)
+    assert lane.front() == (1 + 9, 1)
     remove(lane, old)
-    assert lane.head() == (1 + 9, 5)
+    assert lane.front() == (1 + 9, 5)
     assert popped(lane, 1) == "high"
-    assert lane.head() == (1 + 4, 7)
+    assert lane.front() == (1 + 4, 7)
 
 
 def test_totals_follow_every_change() -> None:
@@ -240,20 +240,20 @@ def test_expired_request_is_behind_all_others_and_not_urgent() -> None:
     lane.move_expired(late)
     assert not lane.urgent
     # The arrival of the expired request does not count for the others.
-    assert lane.head() == (1 + 4, 5)
+    assert lane.front() == (1 + 4, 5)
     assert popped(lane) == "high low late"
     assert late.waits_in is None
 
 
-def test_head_of_a_lane_with_only_expired_requests() -> None:
+def test_front_of_a_lane_with_only_expired_requests() -> None:
     late, later = run("late", 1), run("later", 2)
     lane = lane_of(later, late)
     lane.move_expired(late)
-    assert lane.head() == (1 + 4, 2)
+    assert lane.front() == (1 + 4, 2)
     lane.move_expired(later)
-    assert lane.head() == (0, 1)
+    assert lane.front() == (0, 1)
     insert(lane, run("new", 3))
-    assert lane.head() == (1 + 4, 3)
+    assert lane.front() == (1 + 4, 3)
 
 
 # --- due times ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from carpool.messages.results import Refusal
 from carpool.messages.settled import Streamed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.report import Gauges, SteppingReport
-from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter, gauges
 from carpool_batcher.recent_latency import WINDOW_US, RecentLatency

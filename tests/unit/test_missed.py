@@ -10,8 +10,8 @@ from carpool.errors import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED
 from carpool.messages.requests import JSON, Entry, Run
 from carpool.messages.results import Refusal
 from carpool.messages.settled import BatchSettled
-from carpool_batcher.core.in_flight import InFlightBatch
-from carpool_batcher.core.missed import Cause, MissedDeadlines, Times, cause_of, causes_of_refusals
+from carpool_batcher.core.in_flight_batch import InFlightBatch
+from carpool_batcher.core.missed_deadlines import Cause, MissedDeadlines, Times, cause_of, causes_of_refusals
 from support.scheduler_harness import LearningCapacity
 
 MS = 1000

@@ -18,8 +18,8 @@ from carpool_gateway.oip.plans import plan
 from carpool_gateway.oip.requests import decode_request
 from carpool_gateway.oip.responses import Response, encode_response
 from carpool_gateway.oip.results import RowResult, join_results
+from carpool_worker.dry_run import DryRun
 from carpool_worker.model_process.model import LoadedModel, adapt
-from carpool_worker.rehearsal import Rehearsal
 from support.executions import NOW_US, codec_of, prepared
 from support.oip import binary_part, bodies_of, document, offered, tensor, with_binary, written
 
@@ -32,7 +32,7 @@ def served(model: Any, body: bytes, header_length: bytes | None = None) -> Respo
     request = decode_request(body, header_length)
     planned = plan(description, request)
     extra = {"accept": planned.accept.encode()} if planned.accept else None
-    executed = Rehearsal(loaded).execute(bodies_of(planned), planned.content_type, extra)
+    executed = DryRun(loaded).execute(bodies_of(planned), planned.content_type, extra)
     results = [
         RowResult(result.status, result.content_type, result.body or b"", result.detail or "")
         for result in executed.results

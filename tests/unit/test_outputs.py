@@ -19,8 +19,8 @@ from carpool.errors import INTERNAL, OK, NotFoundError
 from carpool.messages.requests import JSON, MSGPACK, RAW
 from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.tensors import StateSpec, TensorSpec, to_bfloat16
+from carpool_worker.dry_run import DryRun
 from carpool_worker.model_process.model import LoadedModel, RequestInfo, SteppingModel, adapt, load_model
-from carpool_worker.rehearsal import Rehearsal
 from support import fuzzing_models
 
 Pair: Any = collections.namedtuple("Pair", "a b")
@@ -37,7 +37,7 @@ def answers(
     """What requests in one batch get: values, and the details of errors as exceptions."""
     model = LoadedModel(lambda batch, _: predict(batch), outputs=tuple(outputs), **declared)
     results = (
-        Rehearsal(model).execute([encode_body(content_type, body) for body in bodies], content_type).results
+        DryRun(model).execute([encode_body(content_type, body) for body in bodies], content_type).results
     )
     return [
         decode_result(result.content_type, result.body or b"") if result.status == OK
@@ -456,7 +456,7 @@ def test_stepping_model_that_changes_its_bodies_begins_again_with_what_was_sent(
 
     model = load_model(Writer, "cpu")
     assert isinstance(model, SteppingModel)
-    results = Rehearsal(model).execute([b'{"text": "a"}', b'{"text": "b"}'], JSON).results
+    results = DryRun(model).execute([b'{"text": "a"}', b'{"text": "b"}'], JSON).results
     assert [result.body for result in results] == [b'"a"', b'"b"']
 
 
@@ -491,7 +491,7 @@ def test_halves_get_the_fields_that_were_sent(change: Callable[[Any], Any]) -> N
 
     bodies = [encode_body(JSON, body) for body in ("a", "b", "bad", "c")]
     for model in (Fields, Steps):
-        results = Rehearsal(load_model(model, "cpu")).execute(bodies, JSON, {"language": b"de"}).results
+        results = DryRun(load_model(model, "cpu")).execute(bodies, JSON, {"language": b"de"}).results
         assert [result.body for result in results] == [b'"de"', b'"de"', None, b'"de"']
 
 
@@ -502,7 +502,7 @@ def test_states_are_never_infinite() -> None:
         def predict(self, batch: Any, states: Any) -> Any:
             return batch, {"s": np.array(batch, np.float64)}
 
-    good, bad = Rehearsal(adapt(Growing, "cpu")).execute([b"1", b"1e39"], JSON).results
+    good, bad = DryRun(adapt(Growing, "cpu")).execute([b"1", b"1e39"], JSON).results
     assert good.status == OK
     assert bad.status == INTERNAL and "outside FP32's range" in str(bad.detail)
 
@@ -587,7 +587,7 @@ def test_bf16_is_sent_in_whatever_form_it_is_returned(
 ) -> None:
     model = LoadedModel(lambda batch, _: returned(batch), outputs=tuple(outputs))
     bodies = [encode_body(content_type, body) for body in ("a", "b")]
-    for result in Rehearsal(model).execute(bodies, content_type).results[:1]:
+    for result in DryRun(model).execute(bodies, content_type).results[:1]:
         assert result.status == OK and result.body is not None
         body = json.loads(result.body) if content_type == JSON else msgpack.unpackb(result.body)
         tensor = body["y"] if len(outputs) > 1 else body
@@ -605,7 +605,7 @@ def test_bf16_in_octet_stream_has_two_bytes_whatever_shapes_others_have(rows: li
         outputs=(BF16_SPEC,),
     )
     bodies = [np.float32(at).tobytes() for at in range(2)]
-    results = Rehearsal(model).execute(bodies, RAW).results
+    results = DryRun(model).execute(bodies, RAW).results
     assert [len(result.body or b"") for result in results] == [2 * len(row) for row in rows]
 
 
@@ -662,7 +662,7 @@ def test_dict_with_a_key_for_each_request_is_refused(count: int) -> None:
     model = adapt(Keyed, "cpu")
     for kind in ("ids", "first", "rows"):
         bodies = [encode_body(JSON, kind)] * count
-        for result in Rehearsal(model).execute(bodies, JSON).results:
+        for result in DryRun(model).execute(bodies, JSON).results:
             assert result.status == INTERNAL and "a key for each request" in (result.detail or "")
 
 
@@ -705,7 +705,7 @@ def test_rows_with_as_many_values_as_requests_cost_one_more_look(form: Callable[
     model = LoadedModel(lambda batch, _: predict(batch))
     for _ in range(2):
         bodies = [encode_body(JSON, body) for body in (1, 2)]
-        results = Rehearsal(model).execute(bodies, JSON).results
+        results = DryRun(model).execute(bodies, JSON).results
         assert [np.ravel(decode_result(JSON, result.body or b"")).tolist() for result in results] == [
             [1, 7],
             [2, 7],

@@ -15,7 +15,7 @@ def test_cancelled_dispatch_takes_no_capacity() -> None:
     assert isinstance(dispatch, Dispatch)
     harness.offer("b")
     assert harness.poll() == []
-    harness.scheduler.in_flight.cancel()
+    harness.scheduler.in_flight.unreserve()
     assert harness.poll() == ["idle: b"]
 
 

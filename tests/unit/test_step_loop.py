@@ -23,6 +23,7 @@ from carpool_worker.model_process.raised import RaisedLog
 from carpool_worker.model_process.stepping.frames import Admit, Drop, Resume, Step
 from carpool_worker.model_process.stepping.loop import StepLoop
 from carpool_worker.model_process.stepping.requests import StepRequest
+from support.executions import receive_load_result
 from support.waiting import wait_until
 
 TIMEOUT_S = 30
@@ -253,7 +254,7 @@ def test_model_process_generates_until_the_connection_is_closed(
     ours, theirs = pair
     process = started(theirs, f"{model_file}:Echo")
     worker = Worker(ours)
-    ready = frames.receive_load_result(worker.reader)
+    ready = receive_load_result(worker.reader)
     assert isinstance(ready, Ready)
     assert (ready.kind, ready.wants_requests, ready.settings["max_batch_size"]) == (
         ModelKind.STEPPING,
@@ -286,7 +287,7 @@ def test_generator_function_in_a_model_process(
     ours, theirs = pair
     process = started(theirs, f"{model_file}:letters")
     worker = Worker(ours)
-    ready = frames.receive_load_result(worker.reader)
+    ready = receive_load_result(worker.reader)
     assert isinstance(ready, Ready)
     assert ready.kind is ModelKind.STEPPING
     worker.admit(1, [1, 2])
@@ -301,7 +302,7 @@ def test_unusable_stepping_model_is_refused(
 ) -> None:
     ours, theirs = pair
     process = started(theirs, f"{model_file}:Both")
-    result = frames.receive_load_result(MessageReader(ours))
+    result = receive_load_result(MessageReader(ours))
     assert isinstance(result, frames.LoadFailed)
     assert "one or the other" in result.reason
     assert not result.trace

@@ -12,7 +12,7 @@ import pytest
 from carpool.clock import RedisClock
 from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import JSON
-from carpool.model_settings import ModelKind, ModelSettings
+from carpool.model_settings import ModelKind, ModelSettings, prefetched_slots
 from carpool.store.steps import StepReply, StepWrite
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
@@ -24,7 +24,7 @@ from carpool_worker.stepping import writer as step_writer
 from carpool_worker.stepping.replica import StepReplica
 
 SLOTS: Final = 32
-ASKED: Final = SLOTS // step_replica.SLOTS_PREFETCHED_RATIO
+ASKED: Final = prefetched_slots(SLOTS)
 
 
 def execution_of(name: str) -> Execution:
@@ -205,7 +205,7 @@ def test_process_has_no_more_slots_than_its_worker_declares(bench: Bench) -> Non
     bench.replica.batch_size_max = 4
     assert bench.replica.slots == 4
     settings = ModelSettings(max_batch_size=64).for_workers(ModelKind.STEPPING)
-    bench.replica._in_hand._follow_settings(Batch("2-0", 1, [], "full", 0, "", settings=settings))
+    bench.replica._in_hand._use_settings(Batch("2-0", 1, [], "full", 0, "", settings=settings))
     bench.run(1)
     bench.replica.batch_size_max = 64
     bench.run(1)

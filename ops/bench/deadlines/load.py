@@ -24,7 +24,7 @@ _CAUSES_BY_DETAIL: Final = {
     "refused early": "given up",
     "expired: still waiting": "waiting",
     "expired: it was dispatched": "in flight",
-    "expired: a worker received its batch": "in flight",
+    "expired: its deadline passed before a worker": "in flight",
     "expired: its deadline passed before its batch was executed": "in flight",
     "expired: the model raised on its batch": "executed",
     "no result within": "client",

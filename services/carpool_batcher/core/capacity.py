@@ -27,7 +27,7 @@ batches of one, dispatches are spaced evenly: with N processes one every l(n) / 
 longer than that. The more l(n) grows with n, the shorter this interval is; where l(n) is proportional to n,
 it is 0.
 
-Of a bound model each batch is for one process; `sequences.space` knows whether that is idle (BoundCapacity).
+Of a bound model each batch is for one process: `sequences.processes` knows if it is idle (BoundCapacity).
 
 A process of a stepping model takes as many batches at a time as it has slots, each of one request, and a few
 more that get a slot as soon as one is free. There l(n) is not learned, and all of the above follows from
@@ -43,10 +43,11 @@ from collections import deque
 from heapq import heapreplace
 from typing import Final
 
-from carpool_batcher.core.in_flight import InFlightBatch
+from carpool.model_settings import prefetched_slots
+from carpool_batcher.core.applied_settings import NO_LIMIT
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.executed_share import ExecutionTimes
 from carpool_batcher.core.learned.learned import Learned
-from carpool_batcher.core.rules import NO_LIMIT
 
 UNSPACED_MEAN_SIZE_MAX: Final = 1.2  # mean batch size up to which dispatches are not spaced
 SPACED_MEAN_SIZE_MIN: Final = 2.2  # from here they are spaced fully; between the two, in proportion
@@ -54,7 +55,6 @@ MEAN_SIZE_WEIGHT: Final = 0.1  # of the latest batch in the mean size
 PROCESS_BATCHES_MAX: Final = 2  # in flight for each process: one executing, one ahead
 FULL_BATCHES_MAX: Final = 3  # the same under `deferred`, where the last one is full
 FULL_LEADS: Final = 2  # how many leads before a process is free a full batch may be dispatched to it
-SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each request that is in flight without a slot; one in any case
 _LAST_ID: Final = "\uffff"  # after each batch ID
 
 
@@ -88,15 +88,15 @@ class Capacity:
         if slots is None:
             self._batches_per_process = PROCESS_BATCHES_MAX
         else:
-            self._batches_per_process = slots + max(1, slots // SLOTS_PREFETCHED_RATIO)
+            self._batches_per_process = slots + prefetched_slots(slots)
         self._cost_per_process = cost_max if slots else None
 
     def reserve(self, cost: int = 0) -> None:
-        """Take up capacity for a batch that was decided on; `launch` or `cancel` follows, in this order."""
+        """Take up capacity for a decided batch; `launch` or `unreserve` follows, in this order."""
         self._reserved.append(cost)
         self._cost += cost
 
-    def cancel(self) -> None:
+    def unreserve(self) -> None:
         """The batch reserved first was not dispatched."""
         self._cost -= self._reserved.popleft()
 

@@ -20,10 +20,10 @@ from typing import Final, NamedTuple
 
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages.requests import Run
+from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import Decision, Expire, refusal
 from carpool_batcher.core.learned.learned import Learned
-from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.waiting.queue import Queue
 
 TURNAROUND_LEAD_RATIO: Final = 1.5  # urgent: this many turnarounds (dispatch to settled) before the deadline,
@@ -51,8 +51,8 @@ class BatchTimer(NamedTuple):
 class Deadlines:
     """The timers of all runs with a deadline."""
 
-    def __init__(self, rules: Rules, queue: Queue, capacity: Capacity, learned: Learned) -> None:
-        self._rules = rules
+    def __init__(self, applied: AppliedSettings, queue: Queue, capacity: Capacity, learned: Learned) -> None:
+        self._applied = applied
         self._queue = queue
         self._capacity = capacity
         self._learned = learned
@@ -72,7 +72,7 @@ class Deadlines:
         """Set a timer for a waiting run: for its deadline, or, if batches are delayed, for when it is
         urgent."""
         at_us = deadline_us
-        if self._rules.has_queue_delay:
+        if self._applied.has_queue_delay:
             at_us = max(now_us, self._urgent_at_us(run.lane, deadline_us))
         latest = self._latest
         is_same = latest is not None and latest.at_us == at_us and latest.deadline_us == deadline_us
@@ -181,7 +181,7 @@ class Deadlines:
         return []
 
     def _expire(self, run: Run) -> list[Decision]:
-        if self._rules.served_late[run.priority]:
+        if self._applied.served_late[run.priority]:
             self._queue.move_expired(run)
             return []
         awaited = self._queue.awaited(run)

@@ -44,6 +44,6 @@ def refusal(run: Run, status: str, reason: str, detail: str) -> Refusal:
     )
 
 
-def duplicate(run: Run) -> Refusal:
+def copy_refusal(run: Run) -> Refusal:
     """The removal of requests that were sent twice, and are answered once."""
     return refusal(run, UNANSWERED, "duplicate", "")

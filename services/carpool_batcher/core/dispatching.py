@@ -13,6 +13,7 @@ from typing import Final
 
 from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Run
+from carpool_batcher.core.applied_settings import AppliedSettings, BatchLimits
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import Decision
 from carpool_batcher.core.learned.doubtful_producers import executable_size
@@ -20,8 +21,7 @@ from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.custom import Custom, CustomPolicy
 from carpool_batcher.core.policies.deferred import Deferred
 from carpool_batcher.core.policies.eager import Eager
-from carpool_batcher.core.rules import BatchLimits, Rules
-from carpool_batcher.core.sequences.space import Processes
+from carpool_batcher.core.sequences.processes import Processes
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane, PoppedBatch
 from carpool_batcher.core.waiting.lane_index import Claim, Gate, LaneIndex
 from carpool_batcher.core.waiting.queue import Queue
@@ -34,16 +34,21 @@ class Dispatcher:
     """Forms the batches that are dispatched now, and says when to ask again."""
 
     def __init__(
-        self, rules: Rules, queue: Queue, capacity: Capacity, learned: Learned, processes: Processes
+        self,
+        applied: AppliedSettings,
+        queue: Queue,
+        capacity: Capacity,
+        learned: Learned,
+        processes: Processes,
     ) -> None:
-        self._rules = rules
+        self._applied = applied
         self._queue = queue
         self._capacity = capacity
         self._learned = learned
         self._processes = processes
         self._index = LaneIndex(queue.turns)
-        self._eager = Eager(rules, queue)
-        self._deferred = Deferred(rules, queue, capacity, learned)
+        self._eager = Eager(applied, queue)
+        self._deferred = Deferred(applied, queue, capacity, learned)
         self._policy = self._eager
         self._is_index_outdated = True  # the claims of all lanes are
         self._indexed_learned = 0
@@ -52,11 +57,11 @@ class Dispatcher:
         self._is_held_up = False  # full batches wait until that one is dispatched
 
     def choose_policy(self, custom: CustomPolicy | None) -> None:
-        """The rules or the custom policy changed."""
+        """The settings or the custom policy changed."""
         if custom is not None:
-            self._policy = Custom(self._rules, self._queue, custom)
+            self._policy = Custom(self._applied, self._queue, custom)
         else:
-            self._policy = self._deferred if self._rules.policy == "deferred" else self._eager
+            self._policy = self._deferred if self._applied.policy == "deferred" else self._eager
         self._is_index_outdated = True
 
     def dispatch(self, now_us: int) -> list[Decision]:
@@ -198,13 +203,13 @@ class Dispatcher:
         ready_at_us, reason = self._policy.ready(lane, now_us)
         is_busy = lane.process and self._processes.is_busy(lane.process)
         gate = Gate.BUSY if is_busy else self._policy.gate(reason)
-        return gate, Claim(lane.name, lane.head()[1], reason, ready_at_us)
+        return gate, Claim(lane.name, lane.front()[1], reason, ready_at_us)
 
     # --- forming a batch -----------------------------------------------------------------------------------
 
     def _form(self, lane: Lane, reason: DispatchReason, now_us: int) -> list[Decision]:
         """Dispatch a batch of a lane that is ready, or refuse requests of it."""
-        if self._rules.batch.size == 1 and self._policy.is_full_final and not lane.process:
+        if self._applied.batch.size == 1 and self._policy.is_full_final and not lane.process:
             return self._dispatch_singly(lane, reason)  # each is full, so that only capacity decides how many
         size, refusals = self._policy.form(lane, reason, now_us)
         decisions: list[Decision] = list(refusals)
@@ -216,8 +221,8 @@ class Dispatcher:
         """Whether a batch may soon be full, and is to be dispatched ahead of a busy process then."""
         if self._policy.full_gate is not Gate.AHEAD:
             return False
-        is_half_full = 2 * (self._queue.undelayed + 1) > self._rules.batch.size
-        return is_half_full or self._rules.has_batch_cost or not self._learned.latency.known
+        is_half_full = 2 * (self._queue.undelayed + 1) > self._applied.batch.size
+        return is_half_full or self._applied.has_batch_cost or not self._learned.latency.known
 
     def _dispatch_singly(self, lane: Lane, reason: DispatchReason) -> list[Decision]:
         """Take requests of the next run of a lane, each for a batch by itself: as many as there is capacity
@@ -230,13 +235,11 @@ class Dispatcher:
     def _to_dispatch(self, lane: Lane, reason: DispatchReason, popped: PoppedBatch) -> Dispatch:
         """Dispatch these, and reserve capacity for them."""
         runs, expired = popped
-        first_expired = len(runs) - expired
+        applied, first_expired = self._applied, len(runs) - expired
         undated = frozenset(
-            run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, self._rules)
+            run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, applied)
         )
-        self._capacity.reserve(
-            sum([run.cost * len(run) for run in runs]) if self._rules.has_batch_cost else 0
-        )
+        self._capacity.reserve(sum([run.cost * len(run) for run in runs]) if applied.has_batch_cost else 0)
         expected_us = self._learned.expected_us(lane.label, executable_size(runs))
         if lane.process:
             self._processes.begin_batch(lane.process)
@@ -244,6 +247,6 @@ class Dispatcher:
         return Dispatch(runs, reason, lane.label, undated, expected_us, lane.process)
 
 
-def _outlives_deadline(run: Run, rules: Rules) -> bool:
+def _outlives_deadline(run: Run, applied: AppliedSettings) -> bool:
     """Whether a run is served even after its deadline (`expiration_action` is delay)."""
-    return run.deadline_us is not None and rules.served_late[run.priority]
+    return run.deadline_us is not None and applied.served_late[run.priority]

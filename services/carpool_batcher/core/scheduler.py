@@ -38,17 +38,13 @@
    is withdrawn in flight is answered there.
 8. Requests of a sequence are served one at a time, in order (`core.sequences`). Of each sequence at most one
    waiting request takes part in rules 1 to 3; all of them in the others.
-9. Of a bound model each sequence stays with one process (`sequences.space`). A batch has requests of the
+9. Of a bound model each sequence stays with one process (`sequences.processes`). A batch has requests of the
    sequences of one process, and is dispatched when that has no other.
 10. A request that its producer put off (`not_before`) waits outside of its lane until then
    (`waiting.delayed`). It counts against the limits of rule 5, and can be withdrawn; to all other rules it
    arrives at that time.
 
-A request is in exactly one state:
-
-    offered --> waiting --> in flight --> settled
-       |           |            '-------> expired (answered ahead; a later result for it is dropped)
-       '-> refused '-> refused (expired, withdrawn, or failed by a custom policy) or no longer in Redis
+A request is in exactly one state: ARCHITECTURE.md, "The path of a request", shows which there are.
 """
 
 from __future__ import annotations
@@ -60,18 +56,18 @@ from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Entry, Run, Withdrawal
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelKind, ModelSettings
+from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity
+from carpool_batcher.core.copies import Copies, unanswered
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
 from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.in_flight import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.learned.learned import Learned
-from carpool_batcher.core.outcomes import BatchesInFlight, DispatchOutcome
 from carpool_batcher.core.policies.custom import CustomPolicy
-from carpool_batcher.core.repeated import RepeatedRequests, unanswered
-from carpool_batcher.core.rules import Rules
+from carpool_batcher.core.sequences.processes import Processes
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
-from carpool_batcher.core.sequences.space import Processes
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, Withdrawn
 
@@ -81,9 +77,10 @@ __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Schedu
 class Scheduler:
     """The batching of one model. Report events to it; `poll` returns what to do, `wake_at_us` when to poll.
 
-    What becomes of Dispatches is reported to their `outcome`, and of batches in flight to `in_flight`.
-    `queue` has the waiting requests: its totals are for all to read, and of it others set `withheld` only.
-    It alone holds the settings; the parts below it have what they need of them as Rules.
+    What becomes of Dispatches is reported to what `carry_out` returns, and of batches in flight to
+    `in_flight`. `queue` has the waiting requests: its totals are for all to read, and of it others set
+    `withheld` only.
+    It alone holds the settings; the parts below it have what they need of them as AppliedSettings.
     """
 
     def __init__(
@@ -95,13 +92,13 @@ class Scheduler:
         self.capacity = (BoundCapacity if is_bound else Capacity)(self.learned, model_processes)
         self.processes = Processes()  # of a bound model
         self.sequences = Sequences(self.processes if is_bound else None)
-        self._rules = Rules(settings, kind)
-        self.queue = Queue(self._rules, self.sequences)
-        self._deadlines = Deadlines(self._rules, self.queue, self.capacity, self.learned)
-        self._dispatcher = Dispatcher(self._rules, self.queue, self.capacity, self.learned, self.processes)
+        self._applied = AppliedSettings(settings, kind)
+        self.queue = Queue(self._applied, self.sequences)
+        self._deadlines = Deadlines(self._applied, self.queue, self.capacity, self.learned)
+        self._dispatcher = Dispatcher(self._applied, self.queue, self.capacity, self.learned, self.processes)
         self._withdrawals = PendingWithdrawals()
         self.in_flight = BatchesInFlight(
-            self._rules,
+            self._applied,
             self.queue,
             self._deadlines,
             self.capacity,
@@ -109,7 +106,7 @@ class Scheduler:
             self.sequences,
             self.processes,
         )
-        self._repeated = RepeatedRequests(self.queue, self.in_flight.ids, self._withdrawals)
+        self._copies = Copies(self.queue, self.in_flight.ids, self._withdrawals)
         self._cancelled: list[Cancel] = []
         self._polled_us = 0
         self._apply(settings, kind)
@@ -123,9 +120,9 @@ class Scheduler:
 
     @settings.setter
     def settings(self, settings: ModelSettings) -> None:
-        had_delay = self._rules.has_queue_delay
+        had_delay = self._applied.has_queue_delay
         self._apply(settings, self.kind)
-        if self._rules.has_queue_delay and not had_delay:
+        if self._applied.has_queue_delay and not had_delay:
             self._deadlines.watch_all_again()
 
     @property
@@ -141,7 +138,7 @@ class Scheduler:
     @property
     def kind(self) -> ModelKind:
         """How the model executes requests. It may change, but not to or from a kind with sequences."""
-        return self._rules.kind
+        return self._applied.kind
 
     @kind.setter
     def kind(self, kind: ModelKind) -> None:
@@ -151,7 +148,7 @@ class Scheduler:
         """These are the settings and the kind from now on."""
         self._settings = settings
         is_stepping = kind is ModelKind.STEPPING
-        self._rules.follow(settings, kind)
+        self._applied.update(settings, kind)
         self._dispatcher.choose_policy(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
@@ -168,13 +165,13 @@ class Scheduler:
     def model_processes(self, processes: int) -> None:
         self.capacity.resize(processes)
 
-    def follow_processes(self, live: Sequence[str], draining: Iterable[str] = ()) -> None:
+    def set_processes(self, live: Sequence[str], draining: Iterable[str] = ()) -> None:
         """These model processes are alive; those of a bound model that drain begin no more sequences."""
         self.model_processes = len(live)
         if self.kind is ModelKind.BOUND:
-            self.processes.follow(live, draining)
+            self.processes.set_live(live, draining)
             for head in self.sequences.heads_to_move():
-                self.queue.follow_again(head)
+                self.queue.leave_lane(head)
             self.sequences.leave_processes()
 
     def offer(self, run: Run, now_us: int) -> list[Refusal]:
@@ -184,13 +181,13 @@ class Scheduler:
         """
         if self._withdrawals.arrived_later:
             self._withdrawals.arrive(run)
-        if run.sequence is not None or self._rules.has_sequences:
+        if run.sequence is not None or self._applied.has_sequences:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
-                return [refused] if self._rules.has_sequences else list(self._repeated.answer_once(refused))
+                return [refused] if self._applied.has_sequences else list(self._copies.answer_once(refused))
         if self.learned.producers:
             run.is_doubtful = self.learned.producers.is_doubtful(run.producer)
-        refusals = self.queue.admit(run, now_us, self._repeated.is_sent_again)
+        refusals = self.queue.admit(run, now_us, self._copies.is_copy)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
             self._deadlines.watch(run, run.deadline_us, now_us)
         if refusals and run.sequence is not None:
@@ -201,10 +198,10 @@ class Scheduler:
         """A request arrived that could not be decoded, or columns of several. Returns its Refusals: without
         an answer for those that were sent again, and wait or are in flight. A limit of the model that they
         exceed now may have been a higher one before."""
-        if not self._rules.has_sequences:
-            return self._repeated.answer_once(refused)
+        if not self._applied.has_sequences:
+            return self._copies.answer_once(refused)
         part = refused.breaks
-        if part is not None and self.sequences.is_sent_again(part, refused.correlation_ids[0]):
+        if part is not None and self.sequences.is_copy(part, refused.correlation_ids[0]):
             return (unanswered(refused, refused.correlation_ids),)
         if part is not None:
             self.sequences.refuse_arrival(part, refused.correlation_ids[0])
@@ -216,7 +213,7 @@ class Scheduler:
 
     def _refusal_of_sequence(self, run: Run) -> Refusal | None:
         """Why a request cannot wait, because of the sequence that it is part of, or is not part of."""
-        if not self._rules.has_sequences:
+        if not self._applied.has_sequences:
             detail = "sequence_id: this model keeps no states of sequences"
             return refusal(run, UNIMPLEMENTED, "input", detail)
         if run.sequence is None:
@@ -261,11 +258,11 @@ class Scheduler:
             if run.sequence is not None:
                 self.sequences.lose(run)  # it was to be dispatched
 
-    def outcome(self, dispatches: Sequence[Dispatch], decided_us: int) -> DispatchOutcome:
+    def carry_out(self, dispatches: Sequence[Dispatch], decided_us: int) -> DecidedDispatches:
         """All Dispatches of the last `poll`, which was at `decided_us`, are to be carried out. Returns which
         remain, and is told what becomes of them."""
-        separated = self._repeated.separate(dispatches)
-        return DispatchOutcome(separated, decided_us, self.in_flight, self.queue, self.offer)
+        separated = self._copies.separate(dispatches)
+        return DecidedDispatches(separated, decided_us, self.in_flight, self.queue, self.offer)
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -277,7 +274,7 @@ class Scheduler:
     # --- decisions -----------------------------------------------------------------------------------------
 
     def poll(self, now_us: int) -> list[Decision]:
-        """All decisions due by now. What becomes of the Dispatches must be reported to their `outcome`."""
+        """All decisions due by now. What becomes of the Dispatches must be reported: see `carry_out`."""
         pieces = self.poll_in_pieces(now_us)
         while True:
             try:
@@ -297,9 +294,9 @@ class Scheduler:
             decisions = yield from self._deadlines.run_due(now_us)
             if self._deadlines.has_due(now_us):
                 return decisions  # very many have expired: first all of these, so that none is dispatched
-        if not self._rules.has_sequences:
+        if not self._applied.has_sequences:
             decisions += self._dispatcher.dispatch(now_us)
-            return self._repeated.answered_once(decisions) if decisions else decisions
+            return self._copies.answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
         decisions += self._dispatcher.dispatch(now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
@@ -316,7 +313,7 @@ class Scheduler:
         for number, decided in enumerate(self.sequences.decide(now_us)):
             if number:
                 yield
-            self.queue.follow(decided)
+            self.queue.apply(decided)
             self._deadlines.watch_again(decided.heads)
             decisions += decided.refusals
             decisions += decided.changes
@@ -331,7 +328,7 @@ class Scheduler:
         withdrawals_us = self._withdrawals.due_us(self.queue.count)
         if withdrawals_us is not None:
             wake_us = earlier(wake_us, withdrawals_us)
-        return earlier(wake_us, self.sequences.wake_at_us()) if self._rules.has_sequences else wake_us
+        return earlier(wake_us, self.sequences.wake_at_us()) if self._applied.has_sequences else wake_us
 
     def earliest_dispatch_us(self) -> int:
         """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not

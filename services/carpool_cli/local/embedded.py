@@ -60,7 +60,7 @@ class _PortTakenError(EmbeddedRedisError):
 
 def find_servers() -> list[Path]:
     """The Redis servers of this machine that Carpool can use, in order of preference: those on PATH, then
-    those in a wheel."""
+    those in a wheel. For tests and benchmarks, which try all of them."""
     return [server for server in _installed_servers() if _is_usable(_version_of(server))]
 
 

@@ -417,7 +417,7 @@ class Supervisor:
             return False
         worker.serving = True
         worker.serving_since_s = time.monotonic()
-        worker.registration, worker.overrides = snapshot.registration, snapshot.config
+        worker.registration, worker.overrides = snapshot.registration, snapshot.overrides
         if not self._has_served:
             self._check_policy(worker)
         else:

@@ -31,7 +31,7 @@ from carpool.settings import (
 )
 from carpool.shown import complain
 from carpool.store.connection import CommandError, UnsupportedServerError
-from carpool_batcher.policies import load_policies
+from carpool_batcher.custom_policies import load_policies
 from carpool_cli.local import paste
 from carpool_cli.local.embedded import EmbeddedRedisError, free_port
 from carpool_cli.local.example import TEXT, is_known

@@ -110,7 +110,7 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
     settled = [decode_settled(flat) for _, flat in reversed(latest)]
     return LiveModel(
         ModelSettings.from_mapping(snapshot.registration),
-        ModelSettings.from_mapping({**snapshot.registration, **snapshot.config}),
+        ModelSettings.from_mapping({**snapshot.registration, **snapshot.overrides}),
         kind,
         len(snapshot.model_processes),
         [

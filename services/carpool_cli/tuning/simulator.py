@@ -141,7 +141,7 @@ class SimulationResult:
 
 
 class BatchesInFlightProtocol(Protocol):
-    """What a simulation tells of batches: see `carpool_batcher.core.outcomes`."""
+    """What a simulation tells of batches: see `carpool_batcher.core.in_flight`."""
 
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None: ...
     def settle(

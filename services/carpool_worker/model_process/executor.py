@@ -42,13 +42,13 @@ from carpool_worker.model_process.outputs import (
 )
 from carpool_worker.model_process.states import States
 
-_LATE: Final = (
+_LATE_AT_START: Final = (DEADLINE_EXCEEDED, "expired: its deadline passed before its batch was executed")
+_LATE_WHEN_HALVED: Final = (
     DEADLINE_EXCEEDED,
     "expired: the model raised on its batch, and its deadline passed before it was executed again",
 )
 
 FIXED_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})  # of values that nobody can change
-_LATE_BEFORE: Final = (DEADLINE_EXCEEDED, "expired: its deadline passed before its batch was executed")
 
 
 class Items(Protocol):
@@ -225,7 +225,7 @@ def execute(
     """
     failures = validate(model, items)
     refused = tuple(failures)
-    failures.update((index, _LATE_BEFORE) for index in late if index not in failures)
+    failures.update((index, _LATE_AT_START) for index in late if index not in failures)
     valid: Sequence[int] = range(len(items))
     if failures:
         valid = [index for index in valid if index not in failures]
@@ -297,7 +297,7 @@ def _without_late(given: _Given, indexes: Sequence[int], failures: dict[int, Fai
     late = [index for index in indexes if given.is_late(index)]
     if not late:
         return indexes
-    failures.update(dict.fromkeys(late, _LATE))
+    failures.update(dict.fromkeys(late, _LATE_WHEN_HALVED))
     return [index for index in indexes if index not in failures]
 
 

@@ -403,11 +403,6 @@ def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
     send_message(sock, (_READY, result.settings, inputs, outputs, *result[3:]))
 
 
-def receive_load_result(reader: MessageReader) -> Ready | LoadFailed:
-    """Wait for the first message of a model process. Raises ProcessGoneError."""
-    return read_load_result(reader.receive()[0])
-
-
 def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
     """The first message of a model process, from its header."""
     kind, *fields = header

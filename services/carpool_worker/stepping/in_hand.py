@@ -53,7 +53,7 @@ class InHand:
 
     def add(self, execution: Execution, now_s: float) -> StepExecution:
         """Take a batch, which is one request, and the settings that it has with it."""
-        self._follow_settings(execution.batch)
+        self._use_settings(execution.batch)
         bytes_max = self.settings.max_result_bytes
         request = StepExecution(execution, self.new_key(), now_s, bytes_max, has_tensors=self._has_tensors)
         self._requests[request.key] = request
@@ -72,7 +72,7 @@ class InHand:
             self._requests.pop(request.key, None)
         self.batches = [_named(request) for request in self]
 
-    def _follow_settings(self, batch: Batch) -> None:
+    def _use_settings(self, batch: Batch) -> None:
         """The batch that was dispatched last says which settings are in effect: not one that is reclaimed
         later. One of a model that does not step has none."""
         milliseconds, _, number = batch.id.partition("-")

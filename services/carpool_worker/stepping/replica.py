@@ -25,7 +25,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 from carpool.errors import ABORTED, OK
-from carpool.model_settings import ModelSettings
+from carpool.model_settings import ModelSettings, prefetched_slots
 from carpool.store.connection import CommandError
 from carpool.store.results import FencedError
 from carpool.store.steps import StepStore, StepWrite
@@ -43,7 +43,6 @@ from carpool_worker.stepping.in_hand import InHand
 from carpool_worker.stepping.log import StepLog
 from carpool_worker.stepping.writer import StepWriter
 
-SLOTS_PREFETCHED_RATIO: Final = 8  # slots for each prefetched request; as in the batcher's `core.capacity`
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
 WAITING_BYTES_MAX: Final = 16 * 1024 * 1024  # of chunks, while Redis is full
 _REPLACED: Final = "it was dispatched to a model of this name that does not step: send it again"
@@ -129,7 +128,7 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _fetch_if_due(self) -> None:
         slots = self.slots
-        prefetched = max(1, slots // SLOTS_PREFETCHED_RATIO)
+        prefetched = prefetched_slots(slots)
         space = slots + prefetched - len(self._in_hand)
         if space > 0 and self.process.ready and not (self._source.waiting or self._draining):
             # Not more than a share, because other processes may have free slots, too.

@@ -48,7 +48,7 @@ class Entry:
     id: str
     arrival_us: int
     runs: list[Run] = field(default_factory=list, repr=False)
-    claimed_tickets: Tickets | None = None  # those of an entry put back; `BatcherStore.admit` verifies them
+    stated_tickets: Tickets | None = None  # those of an entry put back; `BatcherStore.admit` verifies them
 
 
 class SequencePart(NamedTuple):

@@ -10,7 +10,7 @@ Why: docs/decisions/0020.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse
 from typing import Any, Final, NamedTuple
 
@@ -62,7 +62,7 @@ RENEWALS_MAX: Final = 1000  # in one round trip
 LOOKUPS_MAX: Final = 1000  # likewise
 # In one script or command, because Redis serves nobody else meanwhile:
 ANSWERS_MAX: Final = 1000
-CLAIMED_RANGES_MAX: Final = 1000  # except those of one entry
+STATED_RANGES_MAX: Final = 1000  # except those of one entry
 ENTRIES_LOOKED_UP: Final = 500  # about 10 us each,
 BYTES_LOOKED_UP: Final = 1 << 20  # and about 2.5 ms for these
 IN_FLIGHT_BYTES: Final = 2 << 20  # of batches in flight, about 1.5 ms; a single batch may have 64 MiB
@@ -80,7 +80,7 @@ class PutBack(NamedTuple):
 class Admission(NamedTuple):
     """The number of tickets in the order: of requests that wait or are in flight, and of withheld results.
 
-    `forged`: entries that claim tickets which are not theirs. Their requests have none.
+    `forged`: entries that state tickets which are not theirs. Their requests have none.
     """
 
     tickets: int
@@ -125,7 +125,7 @@ class Dispatched(NamedTuple):
     dispatch: Dispatch
 
 
-class DispatchOutcome(NamedTuple):
+class DispatchReply(NamedTuple):
     """What became of dispatches, in their order: None where none of the requests still waited."""
 
     batches: list[Dispatched | None]
@@ -209,17 +209,18 @@ class BatcherStore:
         number, *missing = self._link.run(_MISSING, [stream], [BYTES_LOOKED_UP, *entry_ids])
         return LookedUp(number, {entry_id.decode() for entry_id in missing})
 
-    def admit(self, arrivals: Sequence[TicketRange], claimants: Sequence[Entry] = ()) -> Admission:
+    def admit(self, arrivals: Sequence[TicketRange], put_back: Sequence[Entry] = ()) -> Admission:
         """Put the tickets of entries that arrived into the order of results.
 
-        Those of the `claimants`, which were put back, are in it already: only verify that. Any producer may
-        claim thousands in each of its entries: so a script verifies about CLAIMED_RANGES_MAX of them.
+        `put_back`: entries that say that they were. The tickets that these state are in it already: only
+        verify that. Any producer may state thousands in each of its entries: so a script verifies about
+        STATED_RANGES_MAX of them.
         """
         order, forged = [self.keys.order, self.keys.tickets], []
         tickets = 0
-        for at, together in enumerate(_claims_together(claimants)):
-            claims = [[entry.id, *list_args(list(map(str, ranges)))] for entry, ranges in together]
-            args = [_arrivals_arg(() if at else arrivals), *group_list_args(claims)]
+        for at, together in enumerate(_stated_together(put_back)):
+            stated = [[entry.id, *list_args(list(map(str, ranges)))] for entry, ranges in together]
+            args = [_arrivals_arg(() if at else arrivals), *group_list_args(stated)]
             tickets, *of_script = self._link.run(_ADMIT, order, args)
             forged += [together[index - 1][0] for index in of_script]
         return Admission(tickets, forged)
@@ -243,7 +244,7 @@ class BatcherStore:
         result_ttl_ms: int,
         arrivals: Sequence[TicketRange] = (),
         settings: str = "",
-    ) -> DispatchOutcome:
+    ) -> DispatchReply:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
 
         One script, because batches share entries. It has a batch for each model process that can take one,
@@ -280,16 +281,8 @@ class BatcherStore:
             Dispatched(batch_id.decode(), _without(dispatch, missing_ids)) if batch_id else None
             for batch_id, dispatch in zip(batch_ids, dispatches, strict=True)
         ]
-        changes = EntryChanges(
-            removed=[entry for entry in indexes if entry not in remaining and entry.id not in missing_ids],
-            put_back=[
-                _put_back(entry, parts, part_ids)
-                for (entry, parts), part_ids in zip(remaining.items(), new_ids, strict=True)
-                if part_ids
-            ],
-            missing=[entry for entry in indexes if entry.id in missing_ids],
-        )
-        return DispatchOutcome(dispatched, changes, tickets if arrivals else None)
+        changes = _changes_of(indexes, remaining, new_ids, missing_ids)
+        return DispatchReply(dispatched, changes, tickets if arrivals else None)
 
     def _batch_element(
         self,
@@ -367,18 +360,10 @@ class BatcherStore:
             refused = frozenset(refusal.run for refusal in of_entry)
             parts = put_back[entry] = _parts_to_put_back(entry, refused)
             answered = [refusal for refusal in of_entry if refusal.status != UNANSWERED]
-            in_order = chain.from_iterable(map(_results_in_order, filter(_is_in_order, answered)))
-            streams, in_lists = alike_groups(
-                self.keys, script_keys, _alike_results(filterfalse(_is_in_order, answered))
-            )
-            result_args = group_list_args(chain(result_groups(self.keys, script_keys, in_order), streams))
-            result_args += group_list_args(in_lists)
             names = [name for name in _body_names(of_entry) if not is_body_in_use(name)]
             bodies = [script_keys.index(self.keys.body(name)) for name in names]
-            counted = _counted(answered, now_us)
-            groups.append(
-                [entry.id, *_put_back_args(entry, parts), *counted, *result_args, *list_args(bodies)]
-            )
+            result_args = [*_counted(answered, now_us), *self._result_args(answered, script_keys)]
+            groups.append([entry.id, *_put_back_args(entry, parts), *result_args, *list_args(bodies)])
         args = [result_ttl_ms, self.name, *group_list_args(groups)]
         args += change_args(self.keys, script_keys, changes_of_sequences)
         args += group_list_args(
@@ -393,12 +378,21 @@ class BatcherStore:
         """Run the script. Raises NotActiveError."""
         replies = self._run_active(_REFUSE, prepared.keys, prepared.args)
         changes = EntryChanges([], [], [])
-        for (entry, parts), (outcome, *part_ids) in zip(prepared.put_back.items(), replies, strict=True):
-            if outcome == b"PUT_BACK":
+        for (entry, parts), (done, *part_ids) in zip(prepared.put_back.items(), replies, strict=True):
+            if done == b"PUT_BACK":
                 changes.put_back.append(_put_back(entry, parts, part_ids))
             else:
-                (changes.removed if outcome == b"REMOVED" else changes.missing).append(entry)
+                (changes.removed if done == b"REMOVED" else changes.missing).append(entry)
         return changes
+
+    def _result_args(self, answered: Sequence[Refusal], script_keys: ScriptKeys) -> list[Argument]:
+        """What `refuse.lua` reads of the results of an entry's requests: two lists."""
+        in_order = chain.from_iterable(map(_results_in_order, filter(_is_in_order, answered)))
+        alike = _alike_results(filterfalse(_is_in_order, answered))
+        streams, in_lists = alike_groups(self.keys, script_keys, alike)
+        result_args = group_list_args(chain(result_groups(self.keys, script_keys, in_order), streams))
+        result_args += group_list_args(in_lists)
+        return result_args
 
     def renew_bodies(self, names: Sequence[str]) -> None:
         """Let these stored bodies expire BODY_TTL_MS from now."""
@@ -441,21 +435,21 @@ def _kept_sequence(name: str, changed_us: int, fields: Mapping[str, bytes | None
     )
 
 
-_Claim = tuple[Entry, Sequence[TicketRange]]
+_Stated = tuple[Entry, Sequence[TicketRange]]
 
 
-def _claims_together(claimants: Sequence[Entry]) -> list[list[_Claim]]:
-    """What each script verifies: entries, and the ranges that they claim. At least one script."""
-    scripts: list[list[_Claim]] = [[]]
+def _stated_together(put_back: Sequence[Entry]) -> list[list[_Stated]]:
+    """What each script verifies: entries, and the ranges that they state. At least one script."""
+    scripts: list[list[_Stated]] = [[]]
     ranges = 0
-    for entry in claimants:
-        assert entry.claimed_tickets is not None
-        claimed = entry.claimed_tickets.ranges
-        if scripts[-1] and ranges + len(claimed) > CLAIMED_RANGES_MAX:
+    for entry in put_back:
+        assert entry.stated_tickets is not None
+        stated = entry.stated_tickets.ranges
+        if scripts[-1] and ranges + len(stated) > STATED_RANGES_MAX:
             scripts.append([])
             ranges = 0
-        scripts[-1].append((entry, claimed))
-        ranges += len(claimed)
+        scripts[-1].append((entry, stated))
+        ranges += len(stated)
     return scripts
 
 
@@ -499,12 +493,31 @@ def _put_back_args(entry: Entry, parts: Sequence[Sequence[Run]]) -> list[Argumen
     ]
 
 
+def _changes_of(
+    entries: Collection[Entry],
+    remaining: Mapping[Entry, Sequence[list[Run]]],
+    new_ids: Sequence[Sequence[bytes]],
+    missing_ids: Container[str],
+) -> EntryChanges:
+    """What a dispatch did to these entries. `remaining`: what was to be put back; `new_ids`: in which
+    entries it is; in none if its entry was missing."""
+    return EntryChanges(
+        removed=[entry for entry in entries if entry not in remaining and entry.id not in missing_ids],
+        put_back=[
+            _put_back(entry, parts, part_ids)
+            for (entry, parts), part_ids in zip(remaining.items(), new_ids, strict=True)
+            if part_ids
+        ],
+        missing=[entry for entry in entries if entry.id in missing_ids],
+    )
+
+
 def _put_back(entry: Entry, parts: Sequence[list[Run]], part_ids: Sequence[bytes]) -> PutBack:
     return PutBack(entry, [(part_id.decode(), runs) for part_id, runs in zip(part_ids, parts, strict=True)])
 
 
 def _body_names(refusals: Iterable[Refusal]) -> list[str]:
-    """The names of the stored bodies of these requests; not of duplicates, which may share them."""
+    """The names of the stored bodies of these requests; not of copies, which may share them."""
     names: list[str] = []
     for refusal in refusals:
         if refusal.status != UNANSWERED:

@@ -71,7 +71,7 @@ class DeadLetters:
     def trim(self) -> dict[str, int]:
         """Drop the oldest ones over the model's settings. Returns how many, by the setting they were over."""
         keys, defaults = self._keys, ModelSettings()
-        script_keys = [keys.dead, keys.dead_dropped, keys.config, keys.registration]
+        script_keys = [keys.dead, keys.dead_dropped, keys.overrides, keys.registration]
         values = [getattr(defaults, name) for name in DEAD_LETTER_LIMITS]
         counts = self._link.run(_TRIM_DEAD, script_keys, values)
         return {name: count for name, count in zip(DEAD_LETTER_LIMITS, counts, strict=True) if count}

@@ -25,7 +25,7 @@ class ModelSnapshot(NamedTuple):
     entries_in_order: int  # entries with tickets that are not done (`preserve_ordering`)
     model_processes: list[str]  # whose lease runs
     registration: dict[str, str]
-    config: dict[str, str]  # the operator's overrides
+    overrides: dict[str, str]  # an operator's
     draining: Sequence[str] = ()  # model processes of a bound model that begin no more sequences
 
 
@@ -81,12 +81,12 @@ class Directory:
         """Whether a worker loads this model."""
         return bool(self._link.call("EXISTS", Keys(model, self._prefix).loading))
 
-    def config(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
+    def settings(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
         """The settings that a model's workers registered, and the operator's overrides."""
         keys = Keys(model, self._prefix)
-        replies = self._link.call_many(("HGETALL", keys.registration), ("HGETALL", keys.config))
-        registration, config = map(texts, no_errors(replies))
-        return registration, config
+        replies = self._link.call_many(("HGETALL", keys.registration), ("HGETALL", keys.overrides))
+        registration, overrides = map(texts, no_errors(replies))
+        return registration, overrides
 
     def configure(self, model: str, values: Mapping[str, str], removed: Sequence[str]) -> None:
         """Override registered settings by `values`, and remove the overrides of the settings in `removed`.
@@ -96,9 +96,9 @@ class Directory:
         keys = Keys(model, self._prefix)
         commands: list[tuple[Argument, ...]] = [("MULTI",)]
         if values:
-            commands.append(("HSET", keys.config, *(part for pair in values.items() for part in pair)))
+            commands.append(("HSET", keys.overrides, *(part for pair in values.items() for part in pair)))
         if removed:
-            commands.append(("HDEL", keys.config, *removed))
+            commands.append(("HDEL", keys.overrides, *removed))
         changed = " ".join((*values, *removed))
         commands.append(
             ("XADD", keys.settled, "MAXLEN", "~", SETTLED_ENTRIES_MAX, "*", "config", changed, "size", 0)
@@ -139,7 +139,7 @@ def snapshot_commands(keys: Keys) -> dict[str, tuple[Argument, ...]]:
         "batches": ("XLEN", keys.batches),
         "workers": ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
         "registration": ("HGETALL", keys.registration),
-        "config": ("HGETALL", keys.config),
+        "overrides": ("HGETALL", keys.overrides),
         "draining": ("SMEMBERS", keys.draining),
     }
 
@@ -163,7 +163,7 @@ def read_snapshot(replies: Mapping[str, Any], now_ms: int) -> ModelSnapshot | Co
         entries_in_order=read["order"],
         model_processes=alive(read["workers"], now_ms),
         registration=texts(read["registration"]),
-        config=texts(read["config"]),
+        overrides=texts(read["overrides"]),
         draining=[process.decode() for process in read["draining"]],
     )
 

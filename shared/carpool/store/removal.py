@@ -85,7 +85,7 @@ class Removal:
         keys = self._keys
         streams = {"requests": keys.requests, "batches": keys.batches, "dead": keys.dead}
         fixed = {
-            **streams, "model": keys.registration, "config": keys.config, "settled": keys.settled,
+            **streams, "model": keys.registration, "config": keys.overrides, "settled": keys.settled,
             "workers": keys.workers, "dead_dropped": keys.dead_dropped, "stats": keys.statistics,
         }  # fmt: skip
         commands: list[tuple[Argument, ...]] = [("XLEN", key) for key in streams.values()]

@@ -139,7 +139,7 @@ class WorkerStore:
 
     def overridden(self, setting: str) -> str:
         """The operator's override of a setting, as text; empty without one."""
-        text = self._link.call("HGET", self.keys.config, setting)
+        text = self._link.call("HGET", self.keys.overrides, setting)
         return "" if text is None else str(text.decode("utf-8", "replace"))
 
     def join(self, consumer: str, lease_ms: int) -> None:

@@ -108,7 +108,7 @@ def restore_tickets(entry: Entry, decoded: Sequence[Decoded], text: bytes) -> No
     counts = [len(item.correlation_ids) for item in decoded if isinstance(item, Run | Refusal)]
     if tickets.size != sum(counts) or not all(one.size for one in ranges):
         return
-    entry.claimed_tickets = tickets
+    entry.stated_tickets = tickets
     start = 0
     for item, count in zip(decoded, counts, strict=True):
         if type(item) is Run:

@@ -100,7 +100,7 @@ def kill_model_process(run: Run) -> None:
 
 def freeze_model_process(run: Run) -> None:
     """It is replaced after `max_execution_ms`."""
-    run.stack.redis.hset(KEYS.config, "max_execution_ms", 1000)
+    run.stack.redis.hset(KEYS.overrides, "max_execution_ms", 1000)
     run.stack.redis.xadd(KEYS.settled, {"config": "max_execution_ms", "size": 0})
     wait_until(lambda: run.stack.events("settings changed"), description="the setting is in force")
     run.wait_for_load()
@@ -118,7 +118,7 @@ def kill_producer(run: Run) -> None:
 
 def flood(run: Run) -> None:
     """A producer at ten times the pace, until the queue is full."""
-    run.stack.redis.hset(KEYS.config, "max_queue_size", 2000)
+    run.stack.redis.hset(KEYS.overrides, "max_queue_size", 2000)
     run.stack.redis.xadd(KEYS.settled, {"config": "max_queue_size", "size": 0})
     flooding = run.new_producer("flood", FLOOD_SPEED)
     run.producers.append(flooding)

@@ -65,7 +65,7 @@ class Run:
         self.workers = [self._new_worker() for _ in range(2)]
         self.batchers = [stack.batcher() for _ in range(2)]
         stack.wait_for_model(MODEL, workers=2)
-        stack.redis.hset(KEYS.config, "result_ttl_ms", RESULTS_KEPT_MS)
+        stack.redis.hset(KEYS.overrides, "result_ttl_ms", RESULTS_KEPT_MS)
         self.hostile = HostileProducer(
             servers.producers_url, KEYS, requests=HOSTILE_REQUESTS, pause_s=HOSTILE_PAUSE_S
         )
@@ -159,7 +159,7 @@ class Run:
         is_idle = _is_idle(self.stack)
         collect(self.stack, MODEL, _WithoutProbes(checker), reply_to=self.replies)
         left_over = [] if is_idle else ["requests that wait or are in flight"]
-        left_over += sorted(self.stack.keys_without_ttl() - fixed_keys(MODEL) - {KEYS.config})
+        left_over += sorted(self.stack.keys_without_ttl() - fixed_keys(MODEL) - {KEYS.overrides})
         if self.stack.pending(MODEL):
             left_over.append("pending batches")
         return Outcome(checker.report(), self.recoveries_s, self._memory(), left_over)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from carpool.messages.settled import ExecutedOf
-from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers
 from carpool_batcher.core.learned.executed_share import ExecutionTimes
 from carpool_batcher.core.learned.lane_latency import LaneLatencies

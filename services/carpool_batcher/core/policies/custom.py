@@ -25,9 +25,9 @@ from carpool.errors import INTERNAL
 from carpool.messages.batches import DispatchReason
 from carpool.messages.requests import Request
 from carpool.messages.results import Refusal
+from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.decisions import refusal
 from carpool_batcher.core.policies.eager import Eager
-from carpool_batcher.core.rules import Rules
 from carpool_batcher.core.waiting.lane import Lane
 from carpool_batcher.core.waiting.queue import Queue
 
@@ -94,15 +94,15 @@ class Custom(Eager):
 
     is_full_final = False
 
-    def __init__(self, rules: Rules, queue: Queue, policy: CustomPolicy) -> None:
-        super().__init__(rules, queue)
+    def __init__(self, applied: AppliedSettings, queue: Queue, policy: CustomPolicy) -> None:
+        super().__init__(applied, queue)
         self._policy = policy
 
     def form(self, lane: Lane, reason: DispatchReason, now_us: int) -> tuple[int, Sequence[Refusal]]:
-        slices = lane.peek_batch(self._rules.batch, self._rules.shares)
-        requests = [request for run, start, count in slices for request in run.requests(start, start + count)]
+        parts = lane.peek_batch(self._applied.batch, self._applied.shares)
+        requests = [request for run, start, count in parts for request in run.requests(start, start + count)]
         formed = self._policy.form(requests)
-        failed = self._queue.take_from(slices, formed.failed)
+        failed = self._queue.take_from(parts, formed.failed)
         return formed.size, [refusal(run, INTERNAL, "policy", formed.detail) for run in failed]
 
 

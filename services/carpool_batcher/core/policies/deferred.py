@@ -15,13 +15,13 @@ from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages.batches import DispatchReason
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
+from carpool_batcher.core.applied_settings import AppliedSettings, Shares
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import refusal
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.eager import Eager
 from carpool_batcher.core.policies.plan import Forecast, is_efficient, latest_start_us, plan
-from carpool_batcher.core.rules import Rules, Shares
-from carpool_batcher.core.waiting.fairness import Slice
+from carpool_batcher.core.waiting.fairness import RunPart
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane
 from carpool_batcher.core.waiting.lane_index import ANY_TIME_US, Gate
 from carpool_batcher.core.waiting.queue import Queue
@@ -39,15 +39,15 @@ class Deferred(Eager):
     is_full_final = False
     forecasts = True
 
-    def __init__(self, rules: Rules, queue: Queue, capacity: Capacity, learned: Learned) -> None:
-        super().__init__(rules, queue)
+    def __init__(self, applied: AppliedSettings, queue: Queue, capacity: Capacity, learned: Learned) -> None:
+        super().__init__(applied, queue)
         self._capacity = capacity
         self._learned = learned
         self._arrivals = ArrivalRate()
         self.may_be_early = True
 
     def observe(self, now_us: int) -> None:
-        self._arrivals.observe(self._queue.arrived, now_us, self._learned.turnaround_all_us)
+        self._arrivals.observe(self._queue.arrived_executable, now_us, self._learned.turnaround_all_us)
         self.may_be_early = self.may_be_early or not self._capacity.is_early(now_us)
 
     # --- when ----------------------------------------------------------------------------------------------
@@ -59,14 +59,14 @@ class Deferred(Eager):
         forecast, size = self._forecast(lane), max(1, lane.executable)
         if is_efficient(forecast.times, size, forecast.max_size, self._gap_us(lane, now_us)):
             return ANY_TIME_US, "efficient"
-        start_us = latest_start_us(forecast, lane.earliest_due_us(self._rules.target_us), size)
+        start_us = latest_start_us(forecast, lane.earliest_due_us(self._applied.target_us), size)
         if reason == "delay" and delay_ends_us < start_us:
             return at_once
         return start_us, "deadline"
 
     def _is_due(self, lane: Lane) -> bool:
         """Whether l(n) is known, and when something in a lane is due."""
-        return self._learned.latency.known and lane.earliest_due_us(self._rules.target_us) != NEVER_US
+        return self._learned.latency.known and lane.earliest_due_us(self._applied.target_us) != NEVER_US
 
     def _gap_us(self, lane: Lane, now_us: int) -> float:
         """How long all idle processes together wait for one more request of a lane."""
@@ -77,7 +77,7 @@ class Deferred(Eager):
         """What is known of a lane's batches, without when processes are free."""
         transit = self._learned.transit_by_size
         return Forecast(
-            self._learned.times_of(lane.label), self._rules.batch.size, transit, transit.at_most_us
+            self._learned.times_of(lane.label), self._applied.batch.size, transit, transit.at_most_us
         )
 
     # --- which requests ------------------------------------------------------------------------------------
@@ -92,14 +92,14 @@ class Deferred(Eager):
             return size, ()
         forecast, starts_us = self._forecast(lane), self._capacity.starts_us(now_us)
         size_max = min(lane.executable, forecast.max_size)
-        if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(self._rules.target_us):
+        if forecast.latest_arrival_us(starts_us, size_max) <= lane.earliest_due_us(self._applied.target_us):
             return size, ()  # all are in time: no plan is needed
-        slices = list(_planned_front(lane, self._rules.shares, PLANNED_BATCHES_MAX * size))
-        if not slices:
+        parts = list(_planned_first(lane, self._applied.shares, PLANNED_BATCHES_MAX * size))
+        if not parts:
             return size, ()
         forecast = forecast._replace(free_times_us=self._capacity.free_times_us(now_us))
         deadlines_us: list[int] = []
-        for run, _, count in slices:
+        for run, _, count in parts:
             deadlines_us += [self._strict_deadline_us(run)] * count
         ahead_max = PLANNED_BATCHES_MAX * size * max(1, len(forecast.free_times_us))
         behind = min(lane.executable, ahead_max) - len(deadlines_us)
@@ -110,15 +110,15 @@ class Deferred(Eager):
         if not planned_size and self._begins_trial(lane, now_us):
             return size, ()
         if refused:
-            return 0, [_refuse_early(run, now_us) for run in self._queue.take_from(slices, refused)]
-        return _length_with_doubtful(lane, self._rules.shares, planned_size, size), ()
+            return 0, [_refuse_early(run, now_us) for run in self._queue.take_from(parts, refused)]
+        return _length_with_doubtful(lane, self._applied.shares, planned_size, size), ()
 
     def _strict_deadline_us(self, run: Run) -> int:
         """The deadline for which a run may be refused early: NEVER_US if it has only a target, or is served
         even after its deadline."""
         if run.deadline_us is None or run.is_late:
             return NEVER_US
-        return NEVER_US if self._rules.served_late[run.priority] else run.deadline_us
+        return NEVER_US if self._applied.served_late[run.priority] else run.deadline_us
 
     def _begins_trial(self, lane: Lane, now_us: int) -> bool:
         """O(batches in flight)."""
@@ -126,7 +126,7 @@ class Deferred(Eager):
         return not is_in_flight and self._learned.begin_trial(lane.label, now_us)
 
 
-def _planned_front(lane: Lane, shares: Shares, size: int) -> Iterator[Slice]:
+def _planned_first(lane: Lane, shares: Shares, size: int) -> Iterator[RunPart]:
     """The first `size` requests of a lane that the model is expected to execute, in order. Not those behind
     more than `size` others: these may be any number."""
     others = size

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from carpool.messages.batches import DispatchReason
 from carpool.messages.results import Refusal
-from carpool_batcher.core.rules import Rules
+from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.waiting.lane import Lane
 from carpool_batcher.core.waiting.lane_index import ANY_TIME_US, Gate
 from carpool_batcher.core.waiting.queue import Queue
@@ -26,8 +26,8 @@ class Eager:
     forecasts: ClassVar[bool] = False
     may_be_early = False
 
-    def __init__(self, rules: Rules, queue: Queue) -> None:
-        self._rules = rules
+    def __init__(self, applied: AppliedSettings, queue: Queue) -> None:
+        self._applied = applied
         self._queue = queue
 
     def observe(self, now_us: int) -> None:
@@ -35,14 +35,14 @@ class Eager:
 
     def ready(self, lane: Lane, now_us: int) -> tuple[int, DispatchReason]:
         """When a batch of a lane is ready, and the reason. The lane must not be empty."""
-        rules = self._rules
-        if lane.has_full_batch(rules.batch):
+        applied = self._applied
+        if lane.has_full_batch(applied.batch):
             return ANY_TIME_US, "full"
-        if rules.preferred_sizes and self._preferred_size(lane):
+        if applied.preferred_sizes and self._preferred_size(lane):
             return ANY_TIME_US, "preferred"
         if lane.urgent:
             return ANY_TIME_US, "deadline"
-        return lane.head()[1] + rules.queue_delay_us, "delay" if rules.has_queue_delay else "idle"
+        return lane.front()[1] + applied.queue_delay_us, "delay" if applied.has_queue_delay else "idle"
 
     def gate(self, reason: DispatchReason) -> Gate:
         """What a batch that is ready for this reason has to wait for."""
@@ -56,8 +56,8 @@ class Eager:
         return self._size(lane, reason), ()
 
     def _size(self, lane: Lane, reason: DispatchReason) -> int:
-        return self._preferred_size(lane) if reason == "preferred" else self._rules.batch.size
+        return self._preferred_size(lane) if reason == "preferred" else self._applied.batch.size
 
     def _preferred_size(self, lane: Lane) -> int:
         """The largest preferred size that a lane can fill; 0 if none."""
-        return max((size for size in self._rules.preferred_sizes if size <= lane.count), default=0)
+        return max((size for size in self._applied.preferred_sizes if size <= lane.count), default=0)

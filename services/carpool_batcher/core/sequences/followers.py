@@ -70,7 +70,7 @@ class Followers:
         """Those in a segment that stand after this place are to be refused, because it broke there."""
         self._breaks[segment] = min(place, self._breaks.get(segment, place))
 
-    def keep(self, segment: Segment) -> None:
+    def spare(self, segment: Segment) -> None:
         """A start opened a segment in which an earlier one had stood: none is aborted because of that."""
         self._breaks.pop(segment, None)
 

@@ -10,18 +10,18 @@ from carpool.messages.requests import Run, SequencePart
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool_batcher.core.sequences.followers import Followers
-from carpool_batcher.core.sequences.records import Break, Records
+from carpool_batcher.core.sequences.known import Break, KnownSequences
+from carpool_batcher.core.sequences.processes import Space, WaitingStarts
 from carpool_batcher.core.sequences.sequence import (
     PROCESS_GONE,
+    OneSequence,
     Segment,
-    Sequence,
     aborted,
     did_not_arrive,
     never_begun,
     part_of,
     place_of,
 )
-from carpool_batcher.core.sequences.space import Space, WaitingStarts
 
 ADVANCED_AT_ONCE: Final = 256  # sequences, in a piece
 BROKEN_MIN: Final = 1000  # broken sequences that are remembered in any case
@@ -43,9 +43,9 @@ class Heads:
     """Chooses the heads of the sequences that changed, as far as there is space. `begun`: how many sequences
     are begun, and neither ended nor broken."""
 
-    def __init__(self, records: Records, followers: Followers, space: Space) -> None:
+    def __init__(self, records: KnownSequences, followers: Followers, space: Space) -> None:
         self.begun = 0
-        self._records = records
+        self._known = records
         self._followers = followers
         self._space = space
         self._idle = _IdleSequences()
@@ -60,20 +60,20 @@ class Heads:
 
     # --- what is recorded ----------------------------------------------------------------------------------
 
-    def load(self, sequence: Sequence, changed_us: int) -> None:
+    def load(self, sequence: OneSequence, changed_us: int) -> None:
         """A previous batcher kept a sequence, and changed it at this time. Oldest first."""
         self._idle.add(sequence, changed_us, waits=False, has_state=sequence.has_state)
 
-    def take_over(self, sequence: Sequence) -> None:
+    def take_over(self, sequence: OneSequence) -> None:
         """All is known of a sequence that a previous batcher kept, or had in flight."""
         self._recount(sequence)
-        self._records.changed[sequence] = None
+        self._known.changed[sequence] = None
 
-    def withdraw_start(self, sequence: Sequence) -> None:
+    def withdraw_start(self, sequence: OneSequence) -> None:
         """The start of a sequence, if it waits for space, does not any more."""
         self._to_start.discard(sequence)
 
-    def leave_process(self, sequence: Sequence) -> None:
+    def leave_process(self, sequence: OneSequence) -> None:
         """A sequence leaves its model process: it is broken, unless that has not got its start yet."""
         head, in_flight = sequence.head, sequence.in_flight
         if head is not None:
@@ -83,19 +83,19 @@ class Heads:
         if in_flight is not None and not in_flight.has_failed:
             in_flight.has_failed = True
             event = Break(in_flight.part, in_flight.correlation_id, PROCESS_GONE, False)
-            self._records.break_segment(sequence, in_flight.segment, event)
+            self._known.break_segment(sequence, in_flight.segment, event)
         elif in_flight is None and sequence.has_state and sequence.current.start is None:
             part = SequencePart(sequence.sequence_id, False, False, None, _FIRST_PLACE)
-            self._records.break_segment(sequence, sequence.current, Break(part, "", PROCESS_GONE, False))
+            self._known.break_segment(sequence, sequence.current, Break(part, "", PROCESS_GONE, False))
         sequence.has_state = False
         self._leave(sequence)
-        self._records.changed[sequence] = None
+        self._known.changed[sequence] = None
 
     # --- decisions -----------------------------------------------------------------------------------------
 
     def wake_at_us(self, idle_us: int) -> int | None:
         """As `Sequences.wake_at_us`."""
-        if self._records.has_news or self._followers.has_refusals or self._heads or self._freed:
+        if self._known.has_news or self._followers.has_refusals or self._heads or self._freed:
             return 0
         oldest_us = self._idle.oldest_us()
         return None if oldest_us is None else oldest_us + idle_us
@@ -109,19 +109,19 @@ class Heads:
                 yield self._pop_decided()
         if ended:
             yield from self._follow_events(now_us)
-        for _ in self._records.mark_breaks():
+        for _ in self._known.mark_breaks():
             yield self._pop_decided()
         yield self._pop_decided()
 
     def _pop_decided(self) -> Decided:
         heads, self._heads = self._heads, []
         freed, self._freed = self._freed, []
-        return Decided(heads, self._followers.pop_refusals(), self._records.pop_changes(), freed)
+        return Decided(heads, self._followers.pop_refusals(), self._known.pop_changes(), freed)
 
     def _follow_events(self, now_us: int) -> Iterator[Decided]:
         for _ in self._followers.refuse_broken():
             yield self._pop_decided()
-        changed, self._records.changed = self._records.changed, {}
+        changed, self._known.changed = self._known.changed, {}
         for number, sequence in enumerate(changed, 1):
             self._advance(sequence, now_us)
             if not number % ADVANCED_AT_ONCE:
@@ -130,7 +130,7 @@ class Heads:
         for _ in self._followers.refuse_doomed():
             yield self._pop_decided()
 
-    def _advance(self, sequence: Sequence, now_us: int) -> None:
+    def _advance(self, sequence: OneSequence, now_us: int) -> None:
         """Choose the head of a sequence, and forget one of which nothing is left."""
         if not sequence.is_busy:
             self._choose_head(sequence)
@@ -142,21 +142,21 @@ class Heads:
             self._idle.add(sequence, now_us, waits=waits, has_state=sequence.has_state)
         else:
             self._idle.discard(sequence)
-            del self._records.by_id[sequence.sequence_id]
+            del self._known.by_id[sequence.sequence_id]
 
-    def _recount(self, sequence: Sequence) -> None:
+    def _recount(self, sequence: OneSequence) -> None:
         occupies_space = sequence.is_busy or sequence.can_go_on
         self.begun += occupies_space - sequence.occupies_space
         sequence.occupies_space = occupies_space
         if not occupies_space:
             self._leave(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: OneSequence) -> None:
         freed = self._space.leave(sequence)
         if freed is not None:
             self._freed.append(freed)
 
-    def _choose_head(self, sequence: Sequence) -> None:
+    def _choose_head(self, sequence: OneSequence) -> None:
         """Find the request whose turn it is, and refuse those that will never have one."""
         while True:
             segment = sequence.current
@@ -183,7 +183,7 @@ class Heads:
             runs = segment.pop_unnumbered() if is_last else segment.pop_rest()
             self._followers.doom(runs, never_begun)
 
-    def _begin(self, sequence: Sequence, start: Run) -> None:
+    def _begin(self, sequence: OneSequence, start: Run) -> None:
         """It is the turn of a start: it becomes the head if there is space."""
         if not self._space.is_occupied_by(sequence):
             self._leave(sequence)
@@ -202,7 +202,7 @@ class Heads:
             if sequence is not None:
                 self._advance(sequence, now_us)
 
-    def _promote(self, sequence: Sequence, run: Run) -> None:
+    def _promote(self, sequence: OneSequence, run: Run) -> None:
         sequence.current.remove(run)
         self._followers.pop(run)
         sequence.head = run
@@ -223,23 +223,23 @@ class Heads:
             self._end_idle(sequence)
             yield
 
-    def _refuse_stuck(self, sequence: Sequence, idle_us: int) -> None:
+    def _refuse_stuck(self, sequence: OneSequence, idle_us: int) -> None:
         """Its requests wait for an index that did not come, or for a start."""
         segment = sequence.current
         if sequence.has_state:
             first = min(segment.rest(), key=place_of)
             reason = did_not_arrive(sequence.next_index, idle_us // 1000)
             event = Break(part_of(first), first.correlation_ids[0], reason, False)
-            self._records.break_segment(sequence, segment, event)
+            self._known.break_segment(sequence, segment, event)
             sequence.has_state = False
         refusal_of = partial(aborted, reason=segment.broken) if segment.broken else never_begun
         self._followers.doom(segment.pop_rest(), refusal_of)
-        self._records.changed[sequence] = None
+        self._known.changed[sequence] = None
 
-    def _end_idle(self, sequence: Sequence) -> None:
+    def _end_idle(self, sequence: OneSequence) -> None:
         self.begun -= sequence.occupies_space
         self._leave(sequence)
-        self._records.end_idle(sequence)
+        self._known.end_idle(sequence)
 
 
 class _IdleSequences:
@@ -247,10 +247,10 @@ class _IdleSequences:
     whether requests of it wait. Those that are only remembered because they are broken are known apart."""
 
     def __init__(self) -> None:
-        self._since: dict[Sequence, tuple[int, bool]] = {}
-        self._broken: dict[Sequence, None] = {}
+        self._since: dict[OneSequence, tuple[int, bool]] = {}
+        self._broken: dict[OneSequence, None] = {}
 
-    def add(self, sequence: Sequence, now_us: int, *, waits: bool, has_state: bool) -> None:
+    def add(self, sequence: OneSequence, now_us: int, *, waits: bool, has_state: bool) -> None:
         """A sequence is idle. If it was so before, that counts, unless requests waited and do not any more,
         or the other way round. Times must not decrease from call to call."""
         since = self._since.get(sequence)
@@ -262,7 +262,7 @@ class _IdleSequences:
         else:
             self._broken.setdefault(sequence)
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: OneSequence) -> None:
         """A sequence is not idle, or it is forgotten."""
         self._since.pop(sequence, None)
         self._broken.pop(sequence, None)
@@ -271,7 +271,7 @@ class _IdleSequences:
         """Since when the first one is idle; None if there is none."""
         return next(iter(self._since.values()))[0] if self._since else None
 
-    def pop_until(self, until_us: int) -> Iterator[tuple[Sequence, bool]]:
+    def pop_until(self, until_us: int) -> Iterator[tuple[OneSequence, bool]]:
         """Remove and return those that are idle since then or longer, and whether requests of them wait."""
         while self._since:
             sequence, (since_us, waits) = next(iter(self._since.items()))
@@ -280,7 +280,7 @@ class _IdleSequences:
             self.discard(sequence)
             yield sequence, waits
 
-    def pop_broken(self, limit: int) -> Iterator[Sequence]:
+    def pop_broken(self, limit: int) -> Iterator[OneSequence]:
         """Remove and return the oldest broken ones, so that at most `limit` of these are left."""
         while len(self._broken) > limit:
             sequence = next(iter(self._broken))

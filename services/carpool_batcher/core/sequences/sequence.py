@@ -31,7 +31,7 @@ from carpool.errors import ABORTED, CANCELLED, INVALID_ARGUMENT
 from carpool.messages.requests import Run, SequencePart
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import KeptSequence
-from carpool_batcher.core.decisions import duplicate, refusal
+from carpool_batcher.core.decisions import copy_refusal, refusal
 
 SEGMENTS_MIN: Final = 16  # of a sequence: with fewer it is not looked which are empty
 
@@ -139,7 +139,7 @@ class InFlight:
         self.has_failed = False
 
 
-class Sequence:
+class OneSequence:
     """A sequence that is kept, is broken, or has requests.
 
     Segments of which nothing is left are dropped when there are many: else one sequence whose starts all end
@@ -151,7 +151,7 @@ class Sequence:
 
     `is_recorded`: Redis knows of it. `broken_at`: the last place at which it was broken. `occupies_space`: it
     is begun, and neither ended nor broken. `waits_for_space`: its start waits until there is space
-    (`sequences.space`). Of a bound model, `process`: where it has a slot; `is_in_process`: that process
+    (`sequences.processes`). Of a bound model, `process`: where it has a slot; `is_in_process`: that process
     knows of it, because a request was dispatched.
     """
 
@@ -402,7 +402,7 @@ def processed_already(run: Run, next_index: int) -> Refusal:
 
 def sent_twice(run: Run) -> Refusal:
     """It has come before, with the same correlation ID: it is removed without an answer."""
-    return duplicate(run)
+    return copy_refusal(run)
 
 
 def ended_by_force(run: Run) -> Refusal:

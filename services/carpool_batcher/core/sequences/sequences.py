@@ -4,8 +4,8 @@
    *followers*. When the request in flight was answered OK, the next one becomes the head.
 2. A request that ends in any other way breaks its sequence: those that stand after it, up to the next
    start, are answered ABORTED. Those that stand before it are still served.
-3. A start needs space (`sequences.space`). If there is none it waits, in the order of arrival. A start of a
-   sequence that is begun has its space: earlier requests finish, then it begins anew.
+3. A start needs space (`sequences.processes`). If there is none it waits, in the order of arrival. A start of
+   a sequence that is begun has its space: earlier requests finish, then it begins anew.
 4. A sequence without a request in a lane or in flight is *idle*. After `idle_us` it is ended; if requests
    wait for an index, or for a start, these are refused. Of broken ones for which nothing waits, no more are
    remembered than may be begun at a time, or BROKEN_MIN: anybody can break any number of names.
@@ -17,7 +17,7 @@
 
 Events are recorded, and `decide` says what follows from them: so it sees all that arrived together. Events of
 a takeover (`sequences.takeover`) are replayed at its end. What changed, and what Redis is told of it, is in
-`sequences.records`; requests that are to be refused are in `sequences.followers`; `sequences.heads` decides.
+`sequences.known`; requests that are to be refused are in `sequences.followers`; `sequences.heads` decides.
 
 Why: docs/decisions/0057.
 """
@@ -32,9 +32,10 @@ from carpool.messages.results import Refusal
 from carpool.messages.sequences import KeptSequence
 from carpool_batcher.core.sequences.followers import Followers
 from carpool_batcher.core.sequences.heads import Decided, Heads
-from carpool_batcher.core.sequences.records import Break, Records
+from carpool_batcher.core.sequences.known import Break, KnownSequences
+from carpool_batcher.core.sequences.processes import Space, lane_of_process
 from carpool_batcher.core.sequences.sequence import (
-    Sequence,
+    OneSequence,
     aborted,
     never_begun,
     part_of,
@@ -42,7 +43,6 @@ from carpool_batcher.core.sequences.sequence import (
     processed_already,
     sent_twice,
 )
-from carpool_batcher.core.sequences.space import Space, lane_of_process
 from carpool_batcher.core.sequences.takeover import End, Takeover
 
 REPLAYED_AT_ONCE: Final = 256  # events, or sequences, in a piece
@@ -65,16 +65,16 @@ class Sequences:
         self.space = Space() if space is None else space
         self.idle_us = 0
         self.followers = Followers()
-        self._records = Records(self.followers)
-        self._heads = Heads(self._records, self.followers, self.space)
+        self._known = KnownSequences(self.followers)
+        self._heads = Heads(self._known, self.followers, self.space)
         self._takeover: Takeover | None = None
 
     def __len__(self) -> int:
-        return len(self._records.by_id)
+        return len(self._known.by_id)
 
     def census(self) -> SequenceCensus:
         """For the report."""
-        heads, records = self._heads, self._records
+        heads, records = self._heads, self._known
         return SequenceCensus(
             heads.begun, heads.waiting_to_start, records.started, records.ended, records.broken
         )
@@ -92,7 +92,7 @@ class Sequences:
         oldest_first = sorted(kept, key=lambda one: one.changed_us)
         self._takeover = Takeover(oldest_first)
         for one in oldest_first:
-            sequence = self._records.get_or_add(one.sequence_id)
+            sequence = self._known.get_or_add(one.sequence_id)
             sequence.load(one)
             if sequence.has_state:
                 self.space.restore(sequence, one.process)
@@ -102,7 +102,7 @@ class Sequences:
         """This request is in flight, dispatched by a previous batcher to this process, if it is of a bound
         model. Its result may be in Redis already."""
         part = part_of(run)
-        sequence = self._records.get_or_add(part.sequence_id)
+        sequence = self._known.get_or_add(part.sequence_id)
         is_broken = self._takeover is not None and self._takeover.adopt(part)
         self.space.restore(sequence, process)
         sequence.adopt(part, run.correlation_ids[0], is_broken=is_broken)
@@ -123,7 +123,7 @@ class Sequences:
             if not number % REPLAYED_AT_ONCE:
                 yield
         self.leave_processes()
-        for number, sequence in enumerate(self._records.by_id.values(), 1):
+        for number, sequence in enumerate(self._known.by_id.values(), 1):
             self._heads.take_over(sequence)
             if not number % REPLAYED_AT_ONCE:
                 yield
@@ -148,7 +148,7 @@ class Sequences:
         if self._takeover is not None:
             return None
         part = part_of(run)
-        sequence = self._records.by_id.get(part.sequence_id)
+        sequence = self._known.by_id.get(part.sequence_id)
         if sequence is None:
             return None if part.starts or part.index is not None else never_begun(run)
         segment = sequence.segments[-1]
@@ -163,9 +163,9 @@ class Sequences:
             return None
         return never_begun(run)
 
-    def is_sent_again(self, part: SequencePart, correlation_id: str) -> bool:
+    def is_copy(self, part: SequencePart, correlation_id: str) -> bool:
         """Whether a request that cannot be decoded is a copy of one that was decoded, as its index shows."""
-        sequence = None if self._takeover is not None else self._records.by_id.get(part.sequence_id)
+        sequence = None if self._takeover is not None else self._known.by_id.get(part.sequence_id)
         return sequence is not None and sequence.known_id(part) == correlation_id
 
     def add(self, run: Run) -> None:
@@ -174,12 +174,12 @@ class Sequences:
             self._takeover.record(place_of(run), run)
             self.followers.add(run, None)
             return
-        sequence = self._records.get_or_add(part_of(run).sequence_id)
+        sequence = self._known.get_or_add(part_of(run).sequence_id)
         segment = sequence.add(run)
         self.followers.add(run, segment)
         if segment.start is run:
-            self.followers.keep(segment)
-        self._records.changed[sequence] = None
+            self.followers.spare(segment)
+        self._known.changed[sequence] = None
 
     def refuse_arrival(self, part: SequencePart, correlation_id: str) -> None:
         """A request was refused when it arrived: over a limit, or invalid. O(1)."""
@@ -193,10 +193,10 @@ class Sequences:
         """A request that stands after all others was refused. After a start nothing is served."""
         part = event.part
         if part.starts:
-            self._records.get_or_add(part.sequence_id).open_segment()
-        sequence = self._records.by_id.get(part.sequence_id)
+            self._known.get_or_add(part.sequence_id).open_segment()
+        sequence = self._known.by_id.get(part.sequence_id)
         if sequence is not None:
-            self._records.break_segment(sequence, sequence.segments[-1], event)
+            self._known.break_segment(sequence, sequence.segments[-1], event)
 
     def end(self, sequence_ids: Collection[str], place: str) -> list[Run]:
         """An entry at this place ends sequences by force. Returns their heads, which the caller removes and
@@ -205,9 +205,9 @@ class Sequences:
             self._takeover.record(place, End(sequence_ids, place))
             return []
         heads: list[Run] = []
-        for sequence in [self._records.by_id[name] for name in sequence_ids if name in self._records.by_id]:
+        for sequence in [self._known.by_id[name] for name in sequence_ids if name in self._known.by_id]:
             self._heads.withdraw_start(sequence)
-            head = self._records.end_by_force(sequence, place)
+            head = self._known.end_by_force(sequence, place)
             if head is not None:
                 heads.append(head)
         return heads
@@ -218,7 +218,7 @@ class Sequences:
         """A waiting request, a head or a follower, does not wait any more, and was not dispatched."""
         part = part_of(run)
         event = Break.by(part, run.correlation_ids[0])
-        sequence = self._records.by_id.get(part.sequence_id)
+        sequence = self._known.by_id.get(part.sequence_id)
         if run in self.followers:
             segment = self.followers.pop(run)
             if segment is None:
@@ -231,14 +231,14 @@ class Sequences:
                 if run is sequence.current.start:
                     self._heads.withdraw_start(sequence)
                 segment.remove(run)
-                self._records.break_segment(sequence, segment, event)
+                self._known.break_segment(sequence, segment, event)
         elif sequence is not None and sequence.head is run:
             sequence.head, sequence.has_state = None, False
-            self._records.break_segment(sequence, sequence.current, event)
+            self._known.break_segment(sequence, sequence.current, event)
 
     def dispatch(self, run: Run) -> None:
         """A head is dispatched."""
-        self._records.by_id[part_of(run).sequence_id].dispatch(run)
+        self._known.by_id[part_of(run).sequence_id].dispatch(run)
 
     # --- in flight -----------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Sequences:
             self.fail(run)
         sequence = self._with_in_flight(run)
         if sequence is not None:
-            self._records.settle(sequence)
+            self._known.settle(sequence)
 
     def fail(self, run: Run) -> None:
         """This request in flight was answered, and not OK. Redis knows of it."""
@@ -260,7 +260,7 @@ class Sequences:
         if sequence is not None:
             sequence.in_flight = None
 
-    def _fail(self, run: Run, *, is_recorded: bool) -> Sequence | None:
+    def _fail(self, run: Run, *, is_recorded: bool) -> OneSequence | None:
         sequence = self._with_in_flight(run)
         if sequence is None or sequence.in_flight is None:
             return None
@@ -268,13 +268,13 @@ class Sequences:
         if not in_flight.has_failed:
             in_flight.has_failed, sequence.has_state = True, False
             event = Break.by(in_flight.part, in_flight.correlation_id, is_recorded=is_recorded)
-            self._records.break_segment(sequence, in_flight.segment, event)
-        self._records.changed[sequence] = None
+            self._known.break_segment(sequence, in_flight.segment, event)
+        self._known.changed[sequence] = None
         return sequence
 
-    def _with_in_flight(self, run: Run) -> Sequence | None:
+    def _with_in_flight(self, run: Run) -> OneSequence | None:
         part = part_of(run)
-        sequence = self._records.by_id.get(part.sequence_id)
+        sequence = self._known.by_id.get(part.sequence_id)
         if sequence is None or sequence.in_flight is None or sequence.in_flight.part.place != part.place:
             return None
         return sequence
@@ -295,7 +295,7 @@ class Sequences:
         """What a follower waits for, to tell its producer; '' if it is unknown, or if this is a head."""
         if self.followers.segment_of(run) is None:
             return ""
-        sequence = self._records.by_id[part_of(run).sequence_id]
+        sequence = self._known.by_id[part_of(run).sequence_id]
         if sequence.waits_for_space:
             return self.space.awaited()
         if sequence.is_busy:
@@ -308,24 +308,24 @@ class Sequences:
 
     def lane_name(self, run: Run) -> str:
         """The name, in the queue, of the lane of a head."""
-        sequence = self._records.by_id.get(part_of(run).sequence_id)
+        sequence = self._known.by_id.get(part_of(run).sequence_id)
         return run.lane if sequence is None else lane_of_process(sequence.process, run.lane)
 
     def process_of(self, run: Run) -> str:
         """Of a bound model, the process to which a head goes; '' if it is any."""
-        return self._records.by_id[part_of(run).sequence_id].process
+        return self._known.by_id[part_of(run).sequence_id].process
 
     def heads_to_move(self) -> list[Run]:
         """The heads that `leave_processes` makes followers again, for the caller to take out of their
         lanes."""
         if self._takeover is not None:
             return []
-        leaving = filter(self.space.must_leave, self._records.by_id.values())
+        leaving = filter(self.space.must_leave, self._known.by_id.values())
         return [sequence.head for sequence in leaving if sequence.head is not None]
 
     def leave_processes(self) -> None:
         """Sequences leave model processes that are gone, which breaks them, or that drain."""
         if self._takeover is None:
-            for sequence in self._records.by_id.values():
+            for sequence in self._known.by_id.values():
                 if self.space.must_leave(sequence):
                     self._heads.leave_process(sequence)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from carpool.messages.requests import Run, SequencePart
 from carpool.messages.sequences import KeptSequence
-from carpool_batcher.core.sequences.records import Break
+from carpool_batcher.core.sequences.known import Break
 from carpool_batcher.core.sequences.sequence import FAILED_BEFORE
 
 SORTED_AT_ONCE: Final = 4096  # events, in a piece

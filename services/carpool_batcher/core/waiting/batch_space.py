@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from carpool.messages.requests import Run
 from carpool.rows import Body, Rows, StoredBody
-from carpool_batcher.core.rules import NO_LIMIT, BatchLimits
+from carpool_batcher.core.applied_settings import NO_LIMIT, BatchLimits
 
 
 def bytes_of(run: Run, start: int = 0, stop: int = NO_LIMIT) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from carpool.messages.requests import PRIORITY_LEVELS, Run
-from carpool_batcher.core.rules import Rules
+from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.waiting.batch_space import bytes_of
 
 
@@ -25,8 +25,8 @@ class DelayedRuns:
     of the heap is such. `requests`: how many these runs have; `bytes`: those of these.
     """
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
+    def __init__(self, applied: AppliedSettings) -> None:
+        self._applied = applied
         self.requests = 0
         self.bytes = 0
         self._by_priority = [0] * PRIORITY_LEVELS
@@ -90,16 +90,16 @@ class DelayedRuns:
 
     def space(self, priority: int) -> tuple[int, int]:
         """How many more requests of this priority may be held, and of how many bytes."""
-        rules = self._rules
-        number = rules.delayed_size - self.requests
-        if priority in rules.delayed_size_of_priority:
-            number = min(number, rules.delayed_size_of_priority[priority] - self._by_priority[priority])
-        return number, rules.delayed_bytes - self.bytes
+        applied = self._applied
+        number = applied.delayed_size - self.requests
+        if priority in applied.delayed_size_of_priority:
+            number = min(number, applied.delayed_size_of_priority[priority] - self._by_priority[priority])
+        return number, applied.delayed_bytes - self.bytes
 
     def full(self) -> str:
         """Why no more may be held, for a producer."""
         return (
             f"not_before: delayed requests have their share of the queue (max_delayed_share "
-            f"{self._rules.delayed_share:g}): {self.requests} of {self.bytes} bytes wait; try again later, "
+            f"{self._applied.delayed_share:g}): {self.requests} of {self.bytes} bytes wait; try again later, "
             "or without a delay"
         )

@@ -30,7 +30,7 @@ from itertools import chain, count
 from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run
-from carpool_batcher.core.rules import Shares
+from carpool_batcher.core.applied_settings import Shares
 from carpool_batcher.core.waiting.arrival_order import ArrivalOrder, ascending
 from carpool_batcher.core.waiting.batch_space import BatchSpace
 
@@ -38,7 +38,7 @@ COST_DURATION: Final = 1 << 32  # of one unit of cost with weight 1, in virtual 
 TENANTS_KEPT_MIN: Final = 16  # turns are kept for this many tenants, plus twice those that wait
 
 
-class Slice(NamedTuple):
+class RunPart(NamedTuple):
     """`size` requests of a waiting run, from its request `start`."""
 
     run: Run
@@ -155,14 +155,12 @@ class FairQueue:
     inserted in the order of arrival (`waiting.arrival_order`).
     """
 
-    __slots__ = ("_changed", "_oldest", "_queued", "_runs", "_turns", "_turns_here", "changed_heads")
+    __slots__ = ("_changed", "_oldest", "_queued", "_runs", "_turns", "_turns_here", "changed_fronts")
 
     def __init__(self, turns: Turns | None = None) -> None:
         self._turns = Turns() if turns is None else turns
         self._runs: dict[str, ArrivalOrder] = {}  # by tenant
-        self.changed_heads: set[str] = (
-            set()
-        )  # tenants whose first run changed since the index of lanes looked
+        self.changed_fronts: set[str] = set()  # tenants whose first run changed since the last `fronts`
         # While several tenants wait here:
         self._turns_here: list[Turn] = []  # a heap of their turns when last looked at; outdated are skipped
         self._queued: dict[str, Turn] = {}  # the current item of each tenant in the heap
@@ -191,12 +189,12 @@ class FairQueue:
             else:
                 self._queue_turn(tenant)
         if runs.insert(run):
-            self._head_changed(tenant)
+            self._front_changed(tenant)
 
     def remove(self, run: Run) -> None:
         """Remove a run from any position. This does not use up a turn of its tenant."""
         if self._runs[run.tenant].remove(run):
-            self._head_changed(run.tenant)
+            self._front_changed(run.tenant)
         else:
             self._remove_tenant(run.tenant)
 
@@ -225,7 +223,7 @@ class FairQueue:
         if size < waiting:
             return run.cut(size)
         if runs.remove(run):
-            self.changed_heads.add(tenant)
+            self.changed_fronts.add(tenant)
             if is_shared:
                 self._changed.add(tenant)
         else:
@@ -243,19 +241,19 @@ class FairQueue:
         """Whether several tenants wait for turns, and several lanes."""
         return self._turns.queues > 1 and len(self._turns.of) > 1
 
-    def in_order(self, shares: Shares) -> Iterator[Slice]:
+    def in_order(self, shares: Shares) -> Iterator[RunPart]:
         """All requests, in the order in which `pop` would return them. O(log of the waiting tenants) for
         each. The queue must not change meanwhile."""
         if len(self._runs) < 2:
             for run in self:
-                yield Slice(run, 0, len(run))
+                yield RunPart(run, 0, len(run))
             return
         numbers = count(self._turns.number + 1)
         later = (turn for turn in ascending(self._turns_here) if self._queued.get(turn.tenant) is turn)
         next_later = next(later, None)  # the tenant does not start before that, but perhaps after it
         turns: list[Turn] = []  # a heap
         runs: dict[str, Iterator[Run]] = {}
-        rests: dict[str, Slice] = {}  # what is left of a run that was served in part
+        rests: dict[str, RunPart] = {}  # what is left of a run that was served in part
         while turns or next_later is not None:
             while next_later is not None and (len(turns) < 2 or next_later < min(turns[1:3])):
                 heapq.heappush(turns, self._turns.of[next_later.tenant])
@@ -264,7 +262,7 @@ class FairQueue:
             turn = turns[0]
             rest = rests.pop(turn.tenant, None)
             if rest is None and (next_run := next(runs[turn.tenant], None)) is not None:
-                rest = Slice(next_run, 0, len(next_run))
+                rest = RunPart(next_run, 0, len(next_run))
             if rest is None:
                 heapq.heappop(turns)
                 continue
@@ -274,7 +272,7 @@ class FairQueue:
                 served = min(served, _in_one_turn(start, min(turns[1:3]).start, duration))
             heapq.heapreplace(turns, Turn(start + served * duration, next(numbers), turn.tenant))
             if served < rest.size:
-                rests[turn.tenant] = Slice(rest.run, rest.start + served, rest.size - served)
+                rests[turn.tenant] = RunPart(rest.run, rest.start + served, rest.size - served)
             yield rest._replace(size=served)
 
     def oldest_arrival_us(self) -> int:
@@ -297,16 +295,16 @@ class FairQueue:
         runs = self._runs.get(tenant)
         return None if runs is None else runs.first().arrival_us
 
-    def heads(self, *, changed: bool) -> list[tuple[str, int]]:
+    def fronts(self, *, changed: bool) -> list[tuple[str, int]]:
         """The tenants that wait here, and the arrival of the oldest request of each; with `changed`, only of
         those whose first run changed since the last call."""
-        runs, tenants = self._runs, self.changed_heads if changed else self._runs
-        heads = [(tenant, runs[tenant].first().arrival_us) for tenant in tenants]
-        self.changed_heads.clear()
-        return heads
+        runs, tenants = self._runs, self.changed_fronts if changed else self._runs
+        fronts = [(tenant, runs[tenant].first().arrival_us) for tenant in tenants]
+        self.changed_fronts.clear()
+        return fronts
 
-    def _head_changed(self, tenant: str) -> None:
-        self.changed_heads.add(tenant)
+    def _front_changed(self, tenant: str) -> None:
+        self.changed_fronts.add(tenant)
         if len(self._runs) > 1:
             self._changed.add(tenant)
 
@@ -343,7 +341,7 @@ class FairQueue:
         """A tenant has no more waiting requests here."""
         del self._runs[tenant]
         self._turns.leave(tenant)
-        self.changed_heads.discard(tenant)
+        self.changed_fronts.discard(tenant)
         if not self._runs:
             self._turns.queues -= 1
             return

@@ -12,10 +12,10 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from carpool.messages.requests import Run
+from carpool_batcher.core.applied_settings import EQUAL_SHARES, BatchLimits, Shares
 from carpool_batcher.core.learned.doubtful_producers import executable_size
-from carpool_batcher.core.rules import EQUAL_SHARES, BatchLimits, Shares
 from carpool_batcher.core.waiting.batch_space import BatchSpace, bytes_of
-from carpool_batcher.core.waiting.fairness import FairQueue, Slice, Turns, TurnsByRank
+from carpool_batcher.core.waiting.fairness import FairQueue, RunPart, Turns, TurnsByRank
 
 NEVER_US: Final = 1 << 62
 
@@ -25,7 +25,7 @@ class DueIndex:
 
     A request is due at its deadline; without one, `target_us` (`target_latency_ms`) after its arrival;
     without either, never. All requests of a run are due together. Most runs are due no earlier than those
-    before them, and are dispatched in that order: they form a sorted row, O(1) each. The others go into a
+    before them, and are dispatched in that order: they are kept in order, O(1) each. The others go into a
     heap, O(log of their number).
     """
 
@@ -56,12 +56,12 @@ class DueIndex:
 
     def earliest_us(self, is_waiting: Callable[[Run], bool]) -> int:
         """The earliest due time of the runs that still wait; NEVER_US if there is none."""
-        in_row, heap = self._sorted, self._heap
-        while in_row and not is_waiting(in_row[0][1]):
-            in_row.popleft()
+        in_order, heap = self._sorted, self._heap
+        while in_order and not is_waiting(in_order[0][1]):
+            in_order.popleft()
         while heap and not is_waiting(heap[0][2]):
             heapq.heappop(heap)
-        return min(in_row[0][0] if in_row else NEVER_US, heap[0][0] if heap else NEVER_US)
+        return min(in_order[0][0] if in_order else NEVER_US, heap[0][0] if heap else NEVER_US)
 
 
 EXPIRED_RANK: Final = 0  # a run's rank is 1 + its priority, or this
@@ -89,7 +89,7 @@ class Lane:
 
     __slots__ = (
         "_due_index",
-        "_head",
+        "_front",
         "_queues",
         "_turns",
         "bytes",
@@ -116,7 +116,7 @@ class Lane:
         self._queues: dict[int, FairQueue] = {}  # by rank, the highest first
         self._turns = TurnsByRank(Turns) if turns is None else turns
         self._due_index: DueIndex | None = None  # built when it is first asked for
-        self._head: tuple[int, int] | None = None  # cached: a producer may use a new lane for each request
+        self._front: tuple[int, int] | None = None  # cached: a producer may use a new lane for each request
 
     def __iter__(self) -> Iterator[Run]:
         return chain.from_iterable(self._queues.values())
@@ -137,13 +137,13 @@ class Lane:
             self._due_index.insert(run)
             if len(self._due_index) > 2 * self.count + DUE_INDEX_SIZE_MIN:
                 self._due_index = None  # most runs in it no longer wait; perhaps the policy changed
-        head = self._head
+        front = self._front
         if not self.count:
-            self._head = rank, run.arrival_us
-        elif head is not None and EXPIRED_RANK in (rank, head[0]):
-            self._head = None
-        elif head is not None and (rank > head[0] or run.arrival_us < head[1]):
-            self._head = max(head[0], rank), min(head[1], run.arrival_us)
+            self._front = rank, run.arrival_us
+        elif front is not None and EXPIRED_RANK in (rank, front[0]):
+            self._front = None
+        elif front is not None and (rank > front[0] or run.arrival_us < front[1]):
+            self._front = max(front[0], rank), min(front[1], run.arrival_us)
         count = len(run.correlation_ids)
         self.count += count
         if run.is_doubtful:
@@ -156,7 +156,7 @@ class Lane:
         self._queues[_rank(run)].remove(run)
         run.waits_in = None
         self.urgent.discard(run)
-        self._head = None
+        self._front = None
         self._count_removed(run, size_bytes)
 
     def take(self, run: Run, indexes: Sequence[int]) -> Run:
@@ -217,7 +217,7 @@ class Lane:
             self.urgent.difference_update(runs)
         for run in runs:
             run.waits_in = None
-        self._head = None
+        self._front = None
         return PoppedBatch(runs, expired)
 
     def _count_removed(self, run: Run, size_bytes: int) -> None:
@@ -239,21 +239,21 @@ class Lane:
         """Whether its next batch could not grow by waiting."""
         return self.count >= limits.size or self.cost >= limits.cost or self.bytes >= limits.bytes
 
-    def in_order(self, shares: Shares) -> Iterator[Slice]:
+    def in_order(self, shares: Shares) -> Iterator[RunPart]:
         """All requests, in the order in which `pop_batch` would return them."""
         return chain.from_iterable(queue.in_order(shares) for queue in self._queues.values())
 
-    def peek_batch(self, limits: BatchLimits, shares: Shares) -> list[Slice]:
+    def peek_batch(self, limits: BatchLimits, shares: Shares) -> list[RunPart]:
         """The requests that `pop_batch` would return, without removing them."""
         space = BatchSpace(limits)
-        slices: list[Slice] = []
+        parts: list[RunPart] = []
         for run, start, count in self.in_order(shares):
             fitting = space.add(run, start, count)
             if fitting:
-                slices.append(Slice(run, start, fitting))
+                parts.append(RunPart(run, start, fitting))
             if fitting < count:
                 break
-        return slices
+        return parts
 
     def earliest_due_us(self, target_us: int | None) -> int:
         """The earliest due time of the requests that have not expired; NEVER_US if none is ever due.
@@ -268,32 +268,32 @@ class Lane:
     def _is_in_time(self, run: Run) -> bool:
         return run.waits_in is self and not run.is_late
 
-    def head(self) -> tuple[int, int]:
+    def front(self) -> tuple[int, int]:
         """The highest rank, and the oldest arrival. The lane must not be empty.
 
         The arrival of an expired request counts only where all requests have expired.
         """
-        if self._head is None:
+        if self._front is None:
             ranks = [rank for rank, queue in self._queues.items() if queue]
             in_time = [rank for rank in ranks if rank != EXPIRED_RANK] or ranks
-            self._head = ranks[0], min(self._queues[rank].oldest_arrival_us() for rank in in_time)
-        return self._head
+            self._front = ranks[0], min(self._queues[rank].oldest_arrival_us() for rank in in_time)
+        return self._front
 
-    def has_changed_heads(self) -> bool:
-        """Whether `heads` has any that changed."""
+    def has_changed_fronts(self) -> bool:
+        """Whether `fronts` has any that changed."""
         for queue in self._queues.values():  # noqa: SIM110 (faster than `any`)
-            if queue.changed_heads:
+            if queue.changed_fronts:
                 return True
         return False
 
-    def heads(self, *, changed: bool) -> Iterator[tuple[int, str, int]]:
+    def fronts(self, *, changed: bool) -> Iterator[tuple[int, str, int]]:
         """Each rank and tenant with requests here, and the arrival of the oldest of these; with `changed`,
         only those that changed since the last call. O(their number)."""
         for rank, queue in self._queues.items():
-            for tenant, arrival_us in queue.heads(changed=changed):
+            for tenant, arrival_us in queue.fronts(changed=changed):
                 yield rank, tenant, arrival_us
 
-    def is_head(self, rank: int, tenant: str, arrival_us: int) -> bool:
+    def is_front(self, rank: int, tenant: str, arrival_us: int) -> bool:
         """Whether a tenant's oldest request of a rank arrived at this time."""
         queue = self._queues.get(rank)
         return queue is not None and queue.first_arrival_us(tenant) == arrival_us

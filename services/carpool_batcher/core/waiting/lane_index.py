@@ -49,7 +49,7 @@ class Claim(NamedTuple):
     ready_at_us: int
 
 
-class _Entry:
+class _IndexedLane:
     """What is known of a lane. `is_ready`: it is among the lanes that are ready."""
 
     __slots__ = ("claim", "gate", "is_ready", "lane")
@@ -76,47 +76,47 @@ class LaneIndex:
 
     def __init__(self, turns: Mapping[int, Turns]) -> None:
         self._turns = turns
-        self._entries: dict[str, _Entry] = {}
+        self._lanes: dict[str, _IndexedLane] = {}
         self._ready: list[dict[int, _ReadyLanes]] = []  # for each gate, by rank
         self._later: list[list[tuple[int, Claim]]] = []  # a heap for each gate
         self._oldest: list[tuple[int, str]] = []  # a heap of arrivals and lanes
-        self._only: _Entry | None = None  # a lane that is in no heap, because there is no other one
-        self._heads = 0  # in the heaps of all tenants
-        self._heads_max = 0
+        self._only: _IndexedLane | None = None  # a lane that is in no heap, because there is no other one
+        self._fronts = 0  # in the heaps of all tenants
+        self._fronts_max = 0
         self._rebuild()
 
     def put(self, gate: Gate, claim: Claim, lane: Lane, now_us: int) -> None:
         """Set the claim of a lane."""
-        entry = self._entries.get(claim.lane)
+        indexed = self._lanes.get(claim.lane)
         only = self._only
         if only is not None:
             if only.lane is lane:
                 only.gate, only.claim = gate, claim
                 return
             self._list_only(only)
-        elif not self._entries:
-            self._only = self._entries[claim.lane] = _Entry(gate, claim, lane, is_ready=False)
+        elif not self._lanes:
+            self._only = self._lanes[claim.lane] = _IndexedLane(gate, claim, lane, is_ready=False)
             return
         is_ready = claim.ready_at_us <= now_us
-        if entry is None or entry.lane is not lane:
-            entry = self._entries[claim.lane] = _Entry(gate, claim, lane, is_ready=is_ready)
+        if indexed is None or indexed.lane is not lane:
+            indexed = self._lanes[claim.lane] = _IndexedLane(gate, claim, lane, is_ready=is_ready)
             heapq.heappush(self._oldest, (claim.arrival_us, claim.lane))
-            self._push(entry)
-        elif entry.is_ready and is_ready and entry.gate is gate:
-            self._replace(entry, claim)
-            if lane.has_changed_heads():
-                self._enter(entry, lane.heads(changed=True))
-        elif entry.gate is not gate or entry.claim != claim:
-            self._replace(entry, claim)
-            entry.gate, entry.is_ready = gate, is_ready
-            self._push(entry)
-        if self._heads > self._heads_max or len(self._oldest) > 2 * len(self._entries) + CLAIMS_MIN:
+            self._push(indexed)
+        elif indexed.is_ready and is_ready and indexed.gate is gate:
+            self._replace(indexed, claim)
+            if lane.has_changed_fronts():
+                self._enter(indexed, lane.fronts(changed=True))
+        elif indexed.gate is not gate or indexed.claim != claim:
+            self._replace(indexed, claim)
+            indexed.gate, indexed.is_ready = gate, is_ready
+            self._push(indexed)
+        if self._fronts > self._fronts_max or len(self._oldest) > 2 * len(self._lanes) + CLAIMS_MIN:
             self._rebuild()
 
     def remove(self, lane: str) -> None:
         """A lane has no waiting requests any more."""
-        entry = self._entries.pop(lane, None)
-        if entry is self._only:
+        indexed = self._lanes.pop(lane, None)
+        if indexed is self._only:
             self._only = None
 
     def first(self, gates: Sequence[Gate], now_us: int) -> Claim | None:
@@ -132,12 +132,12 @@ class LaneIndex:
                 if rank in by_rank and (found := self._first_of(gate, rank, now_us)) is not None
             ]
             if firsts:
-                return self._entries[min(firsts)[2]].claim
+                return self._lanes[min(firsts)[2]].claim
         return None
 
     def gate_of(self, claim: Claim) -> Gate:
         """What the batch of a current claim has to wait for."""
-        return self._entries[claim.lane].gate
+        return self._lanes[claim.lane].gate
 
     def ready_at_us(self, gate: Gate, now_us: int) -> int:
         """When the first claim behind a gate is ready: `now_us` if one is, NEVER_US if there is none."""
@@ -156,17 +156,17 @@ class LaneIndex:
         oldest = self._oldest
         while oldest:
             arrival_us, lane = oldest[0]
-            entry = self._entries.get(lane)
-            if entry is not None and entry.claim.arrival_us == arrival_us:
+            indexed = self._lanes.get(lane)
+            if indexed is not None and indexed.claim.arrival_us == arrival_us:
                 return arrival_us
             heapq.heappop(oldest)
         return None
 
-    def _list_only(self, entry: _Entry) -> None:
+    def _list_only(self, indexed: _IndexedLane) -> None:
         """Enter the lane that was the only one into the heaps."""
         self._only = None
-        heapq.heappush(self._oldest, (entry.claim.arrival_us, entry.claim.lane))
-        self._push(entry)
+        heapq.heappush(self._oldest, (indexed.claim.arrival_us, indexed.claim.lane))
+        self._push(indexed)
 
     def _ready_behind(self, gate: Gate, now_us: int) -> dict[int, _ReadyLanes]:
         """The lanes that are ready behind a gate, by rank."""
@@ -174,9 +174,9 @@ class LaneIndex:
         while later and (later[0][0] <= now_us or not self._is_later(later[0][1])):
             claim = heapq.heappop(later)[1]
             if self._is_later(claim):
-                entry = self._entries[claim.lane]
-                entry.is_ready = True
-                self._push(entry)
+                indexed = self._lanes[claim.lane]
+                indexed.is_ready = True
+                self._push(indexed)
         return self._ready[gate]
 
     def _first_of(self, gate: Gate, rank: int, now_us: int) -> tuple[Turn, int, str] | None:
@@ -187,15 +187,15 @@ class LaneIndex:
             lanes = ready.by_tenant[turn.tenant]
             while lanes:
                 arrival_us, lane = lanes[0]
-                entry = self._entries.get(lane)
+                indexed = self._lanes.get(lane)
                 if (
-                    entry is not None
-                    and self._is_ready(entry, gate, now_us)
-                    and entry.lane.is_head(rank, turn.tenant, arrival_us)
+                    indexed is not None
+                    and self._is_ready(indexed, gate, now_us)
+                    and indexed.lane.is_front(rank, turn.tenant, arrival_us)
                 ):
                     break
                 heapq.heappop(lanes)
-                self._heads -= 1
+                self._fronts -= 1
             if not lanes:
                 heapq.heappop(ready.turns)
                 del ready.by_tenant[turn.tenant]
@@ -207,39 +207,39 @@ class LaneIndex:
         del self._ready[gate][rank]
         return None
 
-    def _is_ready(self, entry: _Entry, gate: Gate, now_us: int) -> bool:
+    def _is_ready(self, indexed: _IndexedLane, gate: Gate, now_us: int) -> bool:
         """Whether a lane is ready behind a gate."""
-        if not entry.is_ready or entry.gate is not gate:
+        if not indexed.is_ready or indexed.gate is not gate:
             return False
-        if entry.claim.ready_at_us > now_us:  # the clock was set back
-            entry.is_ready = False
-            self._push(entry)
+        if indexed.claim.ready_at_us > now_us:  # the clock was set back
+            indexed.is_ready = False
+            self._push(indexed)
             return False
         return True
 
     def _is_later(self, claim: Claim) -> bool:
-        entry = self._entries.get(claim.lane)
-        return entry is not None and entry.claim is claim and not entry.is_ready
+        indexed = self._lanes.get(claim.lane)
+        return indexed is not None and indexed.claim is claim and not indexed.is_ready
 
-    def _replace(self, entry: _Entry, claim: Claim) -> None:
-        if claim.arrival_us != entry.claim.arrival_us:
+    def _replace(self, indexed: _IndexedLane, claim: Claim) -> None:
+        if claim.arrival_us != indexed.claim.arrival_us:
             heapq.heappush(self._oldest, (claim.arrival_us, claim.lane))
-        entry.claim = claim
+        indexed.claim = claim
 
-    def _push(self, entry: _Entry) -> None:
-        if entry.is_ready:
-            self._enter(entry, entry.lane.heads(changed=False))
+    def _push(self, indexed: _IndexedLane) -> None:
+        if indexed.is_ready:
+            self._enter(indexed, indexed.lane.fronts(changed=False))
             return
-        later = self._later[entry.gate]
-        if len(later) > 2 * len(self._entries) + CLAIMS_MIN:
-            later = self._later[entry.gate] = [item for item in later if self._is_later(item[1])]
+        later = self._later[indexed.gate]
+        if len(later) > 2 * len(self._lanes) + CLAIMS_MIN:
+            later = self._later[indexed.gate] = [item for item in later if self._is_later(item[1])]
             heapq.heapify(later)
-        heapq.heappush(later, (entry.claim.ready_at_us, entry.claim))
+        heapq.heappush(later, (indexed.claim.ready_at_us, indexed.claim))
 
-    def _enter(self, entry: _Entry, heads: Iterable[tuple[int, str, int]]) -> None:
-        """These heads are new in a lane that is ready."""
-        by_rank, lane = self._ready[entry.gate], entry.claim.lane
-        for rank, tenant, arrival_us in heads:
+    def _enter(self, indexed: _IndexedLane, fronts: Iterable[tuple[int, str, int]]) -> None:
+        """These fronts are new in a lane that is ready."""
+        by_rank, lane = self._ready[indexed.gate], indexed.claim.lane
+        for rank, tenant, arrival_us in fronts:
             ready = by_rank.get(rank)
             if ready is None:
                 ready = by_rank[rank] = _ReadyLanes()
@@ -248,15 +248,15 @@ class LaneIndex:
                 lanes = ready.by_tenant[tenant] = []
                 heapq.heappush(ready.turns, self._turns[rank].of[tenant])
             heapq.heappush(lanes, (arrival_us, lane))
-            self._heads += 1
+            self._fronts += 1
 
     def _rebuild(self) -> None:
         """Drop what is outdated. O(1) amortised."""
         self._ready = [{} for _ in Gate]
         self._later = [[] for _ in Gate]
-        self._oldest = [(entry.claim.arrival_us, lane) for lane, entry in self._entries.items()]
+        self._oldest = [(indexed.claim.arrival_us, lane) for lane, indexed in self._lanes.items()]
         heapq.heapify(self._oldest)
-        self._heads = 0
-        for entry in self._entries.values():
-            self._push(entry)
-        self._heads_max = 2 * self._heads + CLAIMS_MIN
+        self._fronts = 0
+        for indexed in self._lanes.values():
+            self._push(indexed)
+        self._fronts_max = 2 * self._fronts + CLAIMS_MIN

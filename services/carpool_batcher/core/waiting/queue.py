@@ -17,19 +17,19 @@ from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.messages.requests import PRIORITY_LEVELS, Run
 from carpool.messages.results import Refusal
 from carpool.rows import StoredBody
-from carpool_batcher.core.decisions import duplicate, refusal
-from carpool_batcher.core.rules import NO_LIMIT, BatchLimits, Rules, Shares
+from carpool_batcher.core.applied_settings import NO_LIMIT, AppliedSettings, BatchLimits, Shares
+from carpool_batcher.core.decisions import copy_refusal, refusal
 from carpool_batcher.core.sequences.heads import Decided
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.waiting.batch_space import bytes_of, sizes_bytes
+from carpool_batcher.core.waiting.copies_index import BodiesInUse, WaitingIds, repeated_in
 from carpool_batcher.core.waiting.delayed import DelayedRuns
-from carpool_batcher.core.waiting.duplicates import BodiesInUse, WaitingIds, repeated_in
-from carpool_batcher.core.waiting.fairness import Slice, Turns, TurnsByRank
+from carpool_batcher.core.waiting.fairness import RunPart, Turns, TurnsByRank
 from carpool_batcher.core.waiting.lane import Lane, PoppedBatch
 from carpool_batcher.core.waiting.withdrawals import ArrivedLater
 
 _Pop = Callable[[BatchLimits, Shares], PoppedBatch]
-_IsSentAgain = Callable[[tuple[str | None, str]], bool]
+_IsCopy = Callable[[tuple[str | None, str]], bool]
 
 
 class _Limit(NamedTuple):
@@ -43,25 +43,25 @@ class _Limit(NamedTuple):
 class Queue:
     """The waiting runs of one model.
 
-    `count` and `bytes` are totals over all requests of all lanes. `arrived`: how many were ever admitted that
-    the model is expected to execute. `withheld` is the number of results that wait for earlier tickets
-    (`preserve_ordering`): they count against `max_queue_size`. `changed` has the names of lanes that changed
-    since the Dispatcher last looked, which empties it. Of a bound model, the heads of the sequences of each
-    process are in lanes of their own. `delayed` has the runs that are in no lane yet, because their producers
-    put them off; they count, too. `ids` says which requests wait twice, and `bodies` has the names of stored
-    bodies. `turns` are those of tenants, by rank, over all lanes.
+    `count` and `bytes` are totals over all requests of all lanes. `arrived_executable`: how many were ever
+    admitted that the model is expected to execute. `withheld` is the number of results that wait for earlier
+    tickets (`preserve_ordering`): they count against `max_queue_size`. `changed` has the names of lanes that
+    changed since the Dispatcher last looked, which empties it. Of a bound model, the heads of the sequences
+    of each process are in lanes of their own. `delayed` has the runs that are in no lane yet, because their
+    producers put them off; they count, too. `ids` says which requests wait twice, and `bodies` has the names
+    of stored bodies. `turns` are those of tenants, by rank, over all lanes.
     """
 
-    def __init__(self, rules: Rules, sequences: Sequences) -> None:
-        self._rules = rules
+    def __init__(self, applied: AppliedSettings, sequences: Sequences) -> None:
+        self._applied = applied
         self.count = 0
         self.bytes = 0
-        self.arrived = 0
+        self.arrived_executable = 0
         self.withheld = 0
         self.turns = TurnsByRank(Turns)
         self.lanes: dict[str, Lane] = {"": Lane("", turns=self.turns)}  # only this one may be empty
         self.changed: set[str] = set()
-        self.delayed = DelayedRuns(rules)
+        self.delayed = DelayedRuns(applied)
         self.ids = WaitingIds()
         self.bodies = BodiesInUse()
         self._count_by_priority = [0] * PRIORITY_LEVELS
@@ -83,34 +83,34 @@ class Queue:
         self,
         run: Run,
         now_us: int,
-        is_sent_again: _IsSentAgain,
+        is_copy: _IsCopy,
     ) -> list[Refusal]:
         """Admit a run, or as much of it as the limits allow. Returns the Refusals of the others, which are
         taken out of the run; if none is admitted, one of the Refusals is of the run itself.
 
-        A request that is not admitted and `is_sent_again` gets no answer: the first copy of it has one. The
+        A request that is not admitted and `is_copy` gets no answer: the first copy of it has one. The
         later copies of requests give their places to others, so there may be Refusals of other runs.
         """
-        rules = self._rules
+        applied = self._applied
         refusals: list[Refusal] = []
         if len(run.correlation_ids) > 1 and len(set(run.correlation_ids)) < len(run.correlation_ids):
-            refusals.append(duplicate(run.take(repeated_in(run, set()))))
-        if rules.has_batch_cost and run.cost > rules.batch.cost:
-            detail = f"cost: {run.cost} is over this model's max_batch_cost {rules.batch.cost}"
-            return refusals + _refuse(run, is_sent_again, INVALID_ARGUMENT, "cost", detail)
+            refusals.append(copy_refusal(run.take(repeated_in(run, set()))))
+        if applied.has_batch_cost and run.cost > applied.batch.cost:
+            detail = f"cost: {run.cost} is over this model's max_batch_cost {applied.batch.cost}"
+            return refusals + _refuse(run, is_copy, INVALID_ARGUMENT, "cost", detail)
         is_delayed = run.not_before_ms > 0 and run.arrival_us > now_us
         size_bytes, count = bytes_of(run), len(run.correlation_ids)
         if (
-            self.count + self.withheld + count <= rules.queue_size
-            and self.bytes + size_bytes <= rules.queue_bytes
-            and (not rules.queue_size_of_priority or count <= self._priority_space(run.priority))
+            self.count + self.withheld + count <= applied.queue_size
+            and self.bytes + size_bytes <= applied.queue_bytes
+            and (not applied.queue_size_of_priority or count <= self._priority_space(run.priority))
             and (not is_delayed or self.delayed.have_space(run, size_bytes))
         ):
             self._insert(run, size_bytes, is_delayed=is_delayed)
             return refusals
-        copies = _part(run, _sent_again(run, is_sent_again))
+        copies = _part(run, _copies_in(run, is_copy))
         if copies is not None:
-            refusals.append(duplicate(copies))
+            refusals.append(copy_refusal(copies))
         if copies is run:
             return refusals
         refusals += self._drop_copies()
@@ -129,7 +129,7 @@ class Queue:
         count = len(run.correlation_ids)
         self.count += count
         if not run.is_doubtful:
-            self.arrived += count
+            self.arrived_executable += count
         self.bytes += size_bytes
         bodies = run.bodies
         if type(bodies) is list and (type(bodies[0]) is StoredBody or len(bodies) > 1):
@@ -190,14 +190,14 @@ class Queue:
     def _limits_of(self, run: Run, *, is_delayed: bool) -> tuple[_Limit, _Limit]:
         """How many more requests like those of a run may wait, and of how many bytes."""
         numbers = [
-            _Limit(self._rules.queue_size - self.count - self.withheld, "queue_size", partial(_full, self)),
+            _Limit(self._applied.queue_size - self.count - self.withheld, "queue_size", partial(_full, self)),
             _Limit(
                 self._priority_space(run.priority),
                 "queue_size",
                 lambda sizes: _full_for_priority(run.priority),
             ),
         ]
-        sizes = [_Limit(self._rules.queue_bytes - self.bytes, "queue_bytes", partial(_full_of_bytes, self))]
+        sizes = [_Limit(self._applied.queue_bytes - self.bytes, "queue_bytes", partial(_full_of_bytes, self))]
         if is_delayed:
             number, size_bytes = self.delayed.space(run.priority)
             numbers.append(_Limit(number, "delayed", lambda sizes: self.delayed.full()))
@@ -206,14 +206,14 @@ class Queue:
 
     def _priority_space(self, priority: int) -> int:
         """How many more requests of a priority may wait by the limit of this priority."""
-        limit = self._rules.queue_size_of_priority.get(priority, NO_LIMIT)
+        limit = self._applied.queue_size_of_priority.get(priority, NO_LIMIT)
         return limit - self._count_by_priority[priority]
 
     # --- removing ------------------------------------------------------------------------------------------
 
     def pop_batch(self, lane: Lane, size: int) -> PoppedBatch:
         """Remove and return the next batch of a lane, of at most `size` requests."""
-        limits = self._rules.batch
+        limits = self._applied.batch
         return self._pop(lane, lane.pop_batch, limits if size == limits.size else limits._replace(size=size))
 
     def pop_run(self, lane: Lane, limits: BatchLimits) -> PoppedBatch:
@@ -222,7 +222,7 @@ class Queue:
 
     def _pop(self, lane: Lane, pop: _Pop, limits: BatchLimits) -> PoppedBatch:
         count_before, bytes_before = lane.count, lane.bytes
-        batch = pop(limits, self._rules.shares)
+        batch = pop(limits, self._applied.shares)
         self.count -= count_before - lane.count
         self.bytes -= bytes_before - lane.bytes
         for run in batch.runs:
@@ -243,12 +243,12 @@ class Queue:
 
     def remove(self, run: Run) -> None:
         """Remove a run. It must be waiting. If it is part of a sequence, that is broken."""
-        size_bytes, place = bytes_of(run), run.waits_in
+        size_bytes, holder = bytes_of(run), run.waits_in
         self._count_removed(run, size_bytes)
-        if type(place) is Lane:
-            place.remove(run, size_bytes)
-            self._drop_if_empty(place)
-        elif place is self.delayed:
+        if type(holder) is Lane:
+            holder.remove(run, size_bytes)
+            self._drop_if_empty(holder)
+        elif holder is self.delayed:
             self.delayed.remove(run)
         if run.sequence is not None:
             self._sequences.removed(run)
@@ -259,18 +259,18 @@ class Queue:
         if len(indexes) == len(run.correlation_ids):
             self.remove(run)
             return run
-        place = run.waits_in
-        if type(place) is Lane:
-            taken = place.take(run, indexes)
-            self.changed.add(place.name)
+        holder = run.waits_in
+        if type(holder) is Lane:
+            taken = holder.take(run, indexes)
+            self.changed.add(holder.name)
         else:
             taken = self.delayed.take(run, indexes)
         self._count_removed(taken, bytes_of(taken))
         return taken
 
-    def take_from(self, slices: Sequence[Slice], indexes: Iterable[int]) -> list[Run]:
-        """Remove the requests at these indexes, counted over all slices, and return them as runs."""
-        requests = [(run, at) for run, start, count in slices for at in range(start, start + count)]
+    def take_from(self, parts: Sequence[RunPart], indexes: Iterable[int]) -> list[Run]:
+        """Remove the requests at these indexes, counted over all parts, and return them as runs."""
+        requests = [(run, at) for run, start, count in parts for at in range(start, start + count)]
         by_run: dict[Run, list[int]] = {}
         for index in indexes:
             run, at = requests[index]
@@ -294,12 +294,12 @@ class Queue:
                 taken = self.take(run, indexes)
                 copies = _part(taken, repeated_in(taken, answered))
                 if copies is not None:
-                    refusals.append(duplicate(copies))
+                    refusals.append(copy_refusal(copies))
                 if copies is not taken:
                     refusals.append(refusal(taken, CANCELLED, "withdrawn", "withdrawn by its producer"))
         return refusals
 
-    def take_duplicates(self, dispatched: Iterable[Run]) -> list[Refusal]:
+    def take_copies(self, dispatched: Iterable[Run]) -> list[Refusal]:
         """Remove the requests that repeat one of these, which are in flight now. They get no answer of their
         own: that of the first copy is theirs."""
         return self._remove_copies(self.ids.later_copies(dispatched))
@@ -317,7 +317,7 @@ class Queue:
         for run, names in copies.items():
             indexes = [at for at, name in enumerate(run.correlation_ids) if name in names]
             if indexes:
-                refusals.append(duplicate(self.take(run, indexes)))
+                refusals.append(copy_refusal(self.take(run, indexes)))
         return refusals
 
     def forget(self, runs: Iterable[Run]) -> None:
@@ -348,7 +348,7 @@ class Queue:
 
     # --- sequences -----------------------------------------------------------------------------------------
 
-    def follow(self, decided: Decided) -> None:
+    def apply(self, decided: Decided) -> None:
         """Followers became heads of their sequences, or do not wait any more."""
         for run in decided.heads:
             self._enter_lane(run, self._sequences.lane_name(run), bytes_of(run))
@@ -356,7 +356,7 @@ class Queue:
             if refused.run is not None:
                 self._count_removed(refused.run, bytes_of(refused.run))
 
-    def follow_again(self, head: Run) -> None:
+    def leave_lane(self, head: Run) -> None:
         """A head becomes a follower, because its model process is gone, or drains."""
         lane = head.waits_in
         assert type(lane) is Lane
@@ -393,16 +393,16 @@ def _part(run: Run, indexes: Sequence[int]) -> Run | None:
     return run if len(indexes) == len(run) else run.take(indexes)
 
 
-def _sent_again(run: Run, is_sent_again: _IsSentAgain) -> list[int]:
+def _copies_in(run: Run, is_copy: _IsCopy) -> list[int]:
     if run.sequence is not None:
         return []
-    return [at for at, name in enumerate(run.correlation_ids) if is_sent_again((run.reply_to, name))]
+    return [at for at, name in enumerate(run.correlation_ids) if is_copy((run.reply_to, name))]
 
 
-def _refuse(run: Run, is_sent_again: _IsSentAgain, status: str, reason: str, detail: str) -> list[Refusal]:
+def _refuse(run: Run, is_copy: _IsCopy, status: str, reason: str, detail: str) -> list[Refusal]:
     """The Refusals of all requests of a run."""
-    copies = _part(run, _sent_again(run, is_sent_again))
-    refusals = [] if copies is None else [duplicate(copies)]
+    copies = _part(run, _copies_in(run, is_copy))
+    refusals = [] if copies is None else [copy_refusal(copies)]
     return refusals if copies is run else [*refusals, refusal(run, status, reason, detail)]
 
 

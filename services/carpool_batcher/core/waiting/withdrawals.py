@@ -7,7 +7,7 @@ not hold up the others, the IDs are collected and looked for together, and after
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from carpool.messages.requests import Entry, Run, Withdrawal
@@ -70,33 +70,3 @@ class PendingWithdrawals:
         self.arrived_later, self._entries = {}, []
         self._pause_ends_us = now_us + PAUSE_US * waiting
         return taken
-
-
-class RequestsInFlight:
-    """The requests in flight of a stepping model, by correlation ID. Each is alone in its batch."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, dict[str, Run]] = {}  # by batch
-
-    def add(self, batch_id: str, runs: Sequence[Run]) -> None:
-        """A batch is in flight."""
-        if len(runs) == 1:
-            for name in runs[0].correlation_ids:
-                self._by_id.setdefault(name, {})[batch_id] = runs[0]
-
-    def remove(self, batch_id: str, runs: Iterable[Run]) -> None:
-        """A batch is not in flight any more, or was never added."""
-        for name in [name for run in runs for name in run.correlation_ids]:
-            batches = self._by_id.get(name)
-            if batches is not None:
-                batches.pop(batch_id, None)
-                if not batches:
-                    del self._by_id[name]
-
-    def cancel(self, correlation_ids: Iterable[str]) -> list[Cancel]:
-        """The answers to those with these IDs. Each is cancelled once. O(IDs)."""
-        return [
-            Cancel(batch_id, 0, run)
-            for name in correlation_ids
-            for batch_id, run in self._by_id.pop(name, {}).items()
-        ]

@@ -11,8 +11,9 @@
 --       3.. list of entries: ID; what to put back (see put_back.lua); number of results, and their time from arrival
 --           added up (us); list of results: index in KEYS, kind, ranges of tickets or '', payload; list of alike
 --           results for lists of their own (see deliver.lua, `deliver_alike`); list of stored bodies to delete: index
---           in KEYS list of changes of sequences (see sequence.lua) list of messages to processes of a bound model:
---           index in KEYS of the inbox, field, value
+--           in KEYS
+--           changes of sequences (see sequence.lua)
+--           list of messages to processes of a bound model: index in KEYS of the inbox, field, value
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written. Else for each entry
 --         { 'REMOVED' } | { 'PUT_BACK', IDs of the new entries ... } | { 'MISSING' }
 -- O(entries + results), and O(bytes) for the payloads; if all keys have one hash in Lua, O(results * results). The

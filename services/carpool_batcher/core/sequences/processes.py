@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from carpool.messages.sequences import SlotFreed
-from carpool_batcher.core.sequences.sequence import Sequence, part_of, place_of
+from carpool_batcher.core.sequences.sequence import OneSequence, part_of, place_of
 
 
 class Space:
@@ -32,21 +32,21 @@ class Space:
         """What a start waits for that has no space, to tell its producer."""
         return f"one of {self.begun_max} sequences to end (max_candidate_sequences)"
 
-    def is_occupied_by(self, sequence: Sequence) -> bool:
+    def is_occupied_by(self, sequence: OneSequence) -> bool:
         """Whether a sequence has space already, in which it can begin anew."""
         return sequence.occupies_space
 
-    def must_leave(self, sequence: Sequence) -> bool:
+    def must_leave(self, sequence: OneSequence) -> bool:
         """Whether a sequence cannot stay in its process: that is gone, or drains before it has the start."""
         return False
 
-    def restore(self, sequence: Sequence, process: str) -> None:
+    def restore(self, sequence: OneSequence, process: str) -> None:
         """A previous batcher gave space to a sequence."""
 
-    def occupy(self, sequence: Sequence) -> None:
+    def occupy(self, sequence: OneSequence) -> None:
         """A sequence is begun. There is free space, or it has some."""
 
-    def leave(self, sequence: Sequence) -> SlotFreed | None:
+    def leave(self, sequence: OneSequence) -> SlotFreed | None:
         """A sequence needs no space any more, if it had any. Returns what its process is to be told."""
         return None
 
@@ -62,7 +62,7 @@ class Processes(Space):
         self._slots_taken: Counter[str] = Counter()  # slots
         self._in_flight: Counter[str] = Counter()  # batches
 
-    def follow(self, live: Iterable[str], draining: Iterable[str]) -> None:
+    def set_live(self, live: Iterable[str], draining: Iterable[str]) -> None:
         """These processes are alive, and these of them drain."""
         self._live, self._draining = dict.fromkeys(live), frozenset(draining)
 
@@ -87,27 +87,27 @@ class Processes(Space):
             return "a model process"
         return f"one of {self.slots} slots of its model's processes (max_batch_size of each)"
 
-    def is_occupied_by(self, sequence: Sequence) -> bool:
+    def is_occupied_by(self, sequence: OneSequence) -> bool:
         return sequence.process in self._live and sequence.process not in self._draining
 
-    def must_leave(self, sequence: Sequence) -> bool:
+    def must_leave(self, sequence: OneSequence) -> bool:
         process, head = sequence.process, sequence.head
         if process in self._draining and head is not None and part_of(head).starts:
             return True
         return (sequence.is_in_process or bool(process)) and process not in self._live
 
-    def restore(self, sequence: Sequence, process: str) -> None:
+    def restore(self, sequence: OneSequence, process: str) -> None:
         self.leave(sequence)
         sequence.process, sequence.is_in_process = process, True
         if process:
             self._slots_taken[process] += 1
 
-    def occupy(self, sequence: Sequence) -> None:
+    def occupy(self, sequence: OneSequence) -> None:
         if not sequence.process:
             sequence.process = self._roomiest()
             self._slots_taken[sequence.process] += 1
 
-    def leave(self, sequence: Sequence) -> SlotFreed | None:
+    def leave(self, sequence: OneSequence) -> SlotFreed | None:
         process, is_in_process = sequence.process, sequence.is_in_process
         sequence.process, sequence.is_in_process = "", False
         if not process:
@@ -147,11 +147,11 @@ OUTDATED_MIN: Final = 100  # starts that wait no more, and are still in the orde
 
 class WaitingStarts:
     """The sequences whose starts wait for space, in the order of the request stream.
-    `Sequence.waits_for_space` is set here only."""
+    `OneSequence.waits_for_space` is set here only."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[str, str]] = []  # of (place of a start, sequence ID); some wait no more
-        self._waiting: dict[str, Sequence] = {}  # by ID
+        self._waiting: dict[str, OneSequence] = {}  # by ID
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -163,7 +163,7 @@ class WaitingStarts:
         """Whether no other start stands before this place."""
         return not self._heap or place <= self._heap[0][0]
 
-    def add(self, sequence: Sequence, place: str) -> None:
+    def add(self, sequence: OneSequence, place: str) -> None:
         """The start at this place waits, unless it does already."""
         if not sequence.waits_for_space:
             sequence.waits_for_space = True
@@ -173,17 +173,17 @@ class WaitingStarts:
                 self._heap = [item for item in self._heap if self._sequence_at(*item) is not None]
                 heapq.heapify(self._heap)
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: OneSequence) -> None:
         """The start of a sequence does not wait for space any more, if it did."""
         if sequence.waits_for_space:
             sequence.waits_for_space = False
             del self._waiting[sequence.sequence_id]
 
-    def pop(self) -> Sequence | None:
+    def pop(self) -> OneSequence | None:
         """Take the first one out of the order, although its start still waits. None if it does not wait."""
         return self._sequence_at(*heapq.heappop(self._heap))
 
-    def _sequence_at(self, place: str, sequence_id: str) -> Sequence | None:
+    def _sequence_at(self, place: str, sequence_id: str) -> OneSequence | None:
         """The sequence whose start at this place waits; None if it does not any more."""
         sequence = self._waiting.get(sequence_id)
         start = None if sequence is None else sequence.current.start

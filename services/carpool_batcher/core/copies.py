@@ -6,24 +6,24 @@ from collections.abc import Iterable, Sequence
 
 from carpool.messages.batches import Dispatch
 from carpool.messages.results import UNANSWERED, Refusal
-from carpool_batcher.core.decisions import Decision, duplicate
-from carpool_batcher.core.waiting.duplicates import IdsInFlight, Separated, separate
+from carpool_batcher.core.decisions import Decision, copy_refusal
+from carpool_batcher.core.waiting.copies_index import IdsInFlight, Separated, separate
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals
 
 _Known = dict[str | None, set[str]]  # correlation IDs by address
 
 
-class RepeatedRequests:
+class Copies:
     """Says which requests were sent again, and keeps them from a second answer. Not those of sequences,
-    which know their duplicates themselves."""
+    which know their copies themselves."""
 
     def __init__(self, queue: Queue, in_flight: IdsInFlight, withdrawals: PendingWithdrawals) -> None:
         self._queue = queue
         self._in_flight = in_flight
         self._withdrawals = withdrawals
 
-    def is_sent_again(self, request: tuple[str | None, str]) -> bool:
+    def is_copy(self, request: tuple[str | None, str]) -> bool:
         """Whether another copy of a request, by address and correlation ID, waits or is in flight. What is
         being withdrawn does not count: its producer may send a new request under the same ID."""
         if self._withdrawals.arrived_later and request[1] in self._withdrawals.arrived_later:
@@ -67,7 +67,7 @@ class RepeatedRequests:
         for at, name in enumerate(refused.correlation_ids):
             if name == stand_in:
                 continue
-            if name in known_names or self.is_sent_again((reply_to, name)):
+            if name in known_names or self.is_copy((reply_to, name)):
                 again.append(at)
             known_names.add(name)
         if not again:
@@ -77,7 +77,7 @@ class RepeatedRequests:
             return (unanswered(refused, names),)
         if run is not None:
             copies = run.take(again)
-            return duplicate(copies), refused._replace(correlation_ids=run.correlation_ids)
+            return copy_refusal(copies), refused._replace(correlation_ids=run.correlation_ids)
         removed = frozenset(again)
         others = [name for at, name in enumerate(names) if at not in removed]
         return unanswered(refused, [names[at] for at in again]), refused._replace(correlation_ids=others)

@@ -34,7 +34,7 @@ class Shares(NamedTuple):
 EQUAL_SHARES: Final = Shares()
 
 
-class Rules:
+class AppliedSettings:
     """The settings of one model as the core applies them. The Scheduler alone changes them; the parts below
     it have this object, and read it whenever they decide. Times are in microseconds.
 
@@ -44,9 +44,9 @@ class Rules:
     """
 
     def __init__(self, settings: ModelSettings, kind: ModelKind = ModelKind.PLAIN) -> None:
-        self.follow(settings, kind)
+        self.update(settings, kind)
 
-    def follow(self, settings: ModelSettings, kind: ModelKind) -> None:
+    def update(self, settings: ModelSettings, kind: ModelKind) -> None:
         """These are the settings and the kind from now on."""
         self.kind = kind
         self.has_sequences = kind.has_sequences

@@ -20,9 +20,9 @@ from carpool.store.batcher import BatcherStore
 from carpool.store.connection import Link
 from carpool.store.directory import ModelSnapshot
 from carpool.store.reader import StreamReader
+from carpool_batcher.custom_policies import Policies
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.meter import Meter
-from carpool_batcher.policies import Policies
 from carpool_batcher.session import Session
 
 

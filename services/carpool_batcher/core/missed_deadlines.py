@@ -23,7 +23,7 @@ from typing import Final, Literal, NamedTuple, get_args
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.messages.settled import BatchSettled
-from carpool_batcher.core.in_flight import InFlightBatch
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.learned import Learned
 
 Cause = Literal["early", "waiting", "dispatched_late", "computed_long", "delivered_late"]

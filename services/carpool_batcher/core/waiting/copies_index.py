@@ -1,9 +1,9 @@
-"""Requests that were sent again: which wait, which wait more than once, which are in flight, and whose bodies
+"""Copies of requests: which requests wait, which wait more than once, which are in flight, and whose bodies
 are stored under one key.
 
 Two requests are the same if they have the same correlation ID and the same address (`reply_to`). A later copy
 waits as any other request, because the first one may still vanish: only when that is dispatched, or when the
-queue is full, the copy is removed. Sequences know their duplicates themselves.
+queue is full, the copy is removed. Sequences know their copies themselves.
 
 Why: docs/decisions/0075.
 """
@@ -22,7 +22,7 @@ _Request = tuple[str | None, str]  # where its result goes, and its correlation 
 _ADDRESSES_KEPT: Final = 64  # whose requests do not wait any more
 
 
-class _Copies:
+class _WaitingCopies:
     """Of a request that waits more than once: how many of it wait, and the runs that have the later ones. A
     run that was cut may be among them although it does not have the request any more."""
 
@@ -41,7 +41,7 @@ class WaitingIds:
     """
 
     def __init__(self) -> None:
-        self.repeated: dict[str | None, dict[str, _Copies]] = {}
+        self.repeated: dict[str | None, dict[str, _WaitingCopies]] = {}
         self.is_repeated_popped = False  # a run with one of these does not wait any more
         self._ids: dict[str | None, set[str]] = {}
 
@@ -72,7 +72,7 @@ class WaitingIds:
         for name in names:
             copies = repeated.get(name)
             if copies is None:
-                copies = repeated[name] = _Copies()
+                copies = repeated[name] = _WaitingCopies()
             copies.later[run] = None
             copies.waiting += 1
 
@@ -91,7 +91,7 @@ class WaitingIds:
             if not waiting and len(ids) > _ADDRESSES_KEPT:
                 del ids[run.reply_to]
 
-    def _remove_repeated(self, run: Run, repeated: dict[str, _Copies], waiting: set[str]) -> None:
+    def _remove_repeated(self, run: Run, repeated: dict[str, _WaitingCopies], waiting: set[str]) -> None:
         self.is_repeated_popped = True
         for name in run.correlation_ids:
             copies = repeated.get(name)
@@ -111,9 +111,10 @@ class WaitingIds:
         found: dict[Run, set[str]] = {}
         for run in dispatched:
             repeated = self.repeated.get(run.reply_to)
-            for name in repeated.keys() & run.correlation_ids if repeated else ():
-                for other in repeated[name].later if repeated else ():
-                    found.setdefault(other, set()).add(name)
+            if repeated:
+                for name in repeated.keys() & run.correlation_ids:
+                    for other in repeated[name].later:
+                        found.setdefault(other, set()).add(name)
         return found
 
     def all_later(self) -> dict[Run, set[str]]:

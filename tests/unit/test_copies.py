@@ -12,7 +12,7 @@ from carpool.messages.requests import JSON, Entry, Run, Withdrawal
 from carpool.messages.results import UNANSWERED, Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import StoredBody
-from carpool_batcher.core.waiting.duplicates import WaitingIds, separate
+from carpool_batcher.core.waiting.copies_index import WaitingIds, separate
 from support.scheduler_harness import SchedulerHarness, run
 
 
@@ -196,11 +196,11 @@ def test_many_copies_of_one_request_are_removed_in_linear_time() -> None:
         one.correlation_ids = [Name("a")]
     harness.offer_runs(waiting, 0)
     decisions = [one for one in harness.scheduler.poll(0) if isinstance(one, Dispatch)]
-    outcome = harness.scheduler.outcome(decisions, 0)
-    (dispatch,) = outcome.dispatches
+    remaining = harness.scheduler.carry_out(decisions, 0)
+    (dispatch,) = remaining.dispatches
     assert len(dispatch.runs) == 1
-    outcome.launched("1", dispatch)
-    refusals = outcome.finish()
+    remaining.launched("1", dispatch)
+    refusals = remaining.finish()
     assert len(refusals) == 1999 and harness.scheduler.queue.count == 0
     assert looks < 20 * 2000
 
@@ -267,9 +267,9 @@ def test_duplicates_are_taken_after_the_dispatch_of_the_first() -> None:
     harness.offer_runs([first, again, other], 0)
     (dispatch,) = (decision for decision in scheduler.poll(0) if isinstance(decision, Dispatch))
     assert dispatch.runs == [first]
-    outcome = scheduler.outcome([dispatch], 0)
-    outcome.launched("1", dispatch)
-    refusals = outcome.finish()
+    remaining = scheduler.carry_out([dispatch], 0)
+    remaining.launched("1", dispatch)
+    refusals = remaining.finish()
     assert sorted(name for refused in refusals for name in refused.correlation_ids) == ["a", "b"]
     assert {refused.status for refused in refusals} == {UNANSWERED}
     assert (again.correlation_ids, other.correlation_ids, scheduler.queue.count) == (["x"], ["a"], 2)
@@ -281,9 +281,9 @@ def test_copy_waits_again_if_the_first_was_gone() -> None:
     harness.offer("a")
     harness.offer("a")
     (dispatch,) = (decision for decision in scheduler.poll(0) if isinstance(decision, Dispatch))
-    outcome = scheduler.outcome([dispatch], 0)
-    (dispatch,) = outcome.dispatches
+    remaining = scheduler.carry_out([dispatch], 0)
+    (dispatch,) = remaining.dispatches
     assert dispatch.size == 1 and scheduler.queue.count == 0
-    outcome.gone(dispatch)  # Redis had none of what was dispatched
-    assert outcome.finish() == []
+    remaining.gone(dispatch)  # Redis had none of what was dispatched
+    assert remaining.finish() == []
     assert scheduler.queue.count == 1

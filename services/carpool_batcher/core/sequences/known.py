@@ -10,8 +10,8 @@ from carpool.messages.sequences import SequenceChange
 from carpool_batcher.core.sequences.followers import Followers
 from carpool_batcher.core.sequences.sequence import (
     ENDED_BY_FORCE,
+    OneSequence,
     Segment,
-    Sequence,
     did_not_succeed,
     ended_by_force,
 )
@@ -34,28 +34,28 @@ class Break(NamedTuple):
         return cls(part, correlation_id, did_not_succeed(correlation_id), is_recorded)
 
 
-class Records:
+class KnownSequences:
     """The sequences of one model, `by_id`.
 
     `changed`: those at which the next decision looks. `started`, `ended` and `broken` are counters.
     """
 
     def __init__(self, followers: Followers) -> None:
-        self.by_id: dict[str, Sequence] = {}
-        self.changed: dict[Sequence, None] = {}
+        self.by_id: dict[str, OneSequence] = {}
+        self.changed: dict[OneSequence, None] = {}
         self.started = self.ended = self.broken = 0
         self._followers = followers
         self._changes: list[SequenceChange] = []
-        self._marks: dict[Sequence, list[SequenceChange]] = {}  # breaks that Redis does not know of
+        self._marks: dict[OneSequence, list[SequenceChange]] = {}  # breaks that Redis does not know of
 
-    def get_or_add(self, sequence_id: str) -> Sequence:
+    def get_or_add(self, sequence_id: str) -> OneSequence:
         """The sequence with this ID; a new one if there is none."""
         sequence = self.by_id.get(sequence_id)
         if sequence is None:
-            sequence = self.by_id[sequence_id] = Sequence(sequence_id)
+            sequence = self.by_id[sequence_id] = OneSequence(sequence_id)
         return sequence
 
-    def settle(self, sequence: Sequence) -> None:
+    def settle(self, sequence: OneSequence) -> None:
         """The request in flight was answered. If it was OK, the sequence goes on, or has ended."""
         part = sequence.settle()
         self.changed[sequence] = None
@@ -63,7 +63,7 @@ class Records:
             self.started += part.starts
             self.ended += part.ends
 
-    def break_segment(self, sequence: Sequence, segment: Segment, event: Break) -> None:
+    def break_segment(self, sequence: OneSequence, segment: Segment, event: Break) -> None:
         """What stands after this request in its segment is not served. A request that came before its start,
         in the wrong order, is only missing: that start, and what follows it, stand after the break."""
         self.changed[sequence] = None
@@ -79,7 +79,7 @@ class Records:
             mark = SequenceChange(event.part, event.correlation_id, "broken", event.reason)
             self._marks.setdefault(sequence, []).append(mark)
 
-    def end_by_force(self, sequence: Sequence, place: str) -> Run | None:
+    def end_by_force(self, sequence: OneSequence, place: str) -> Run | None:
         """A sequence is ended by an entry at this place. Returns its head, which the caller refuses."""
         for segment in sequence.segments:
             self._followers.doom(segment.all(), ended_by_force)
@@ -92,7 +92,7 @@ class Records:
         self.changed[sequence] = None
         return head
 
-    def end_idle(self, sequence: Sequence) -> None:
+    def end_idle(self, sequence: OneSequence) -> None:
         """A sequence for which nothing waits ends, or is not remembered any more if it is broken."""
         self.ended += sequence.has_state
         del self.by_id[sequence.sequence_id]

@@ -31,7 +31,7 @@ _ENTRY: Final = "1-0"
 Validate = Callable[[Any], object]
 
 
-class Rehearsed(NamedTuple):
+class Tried(NamedTuple):
     """What became of a batch: the result of each body, in order, and the time in the model. `steps`: how many
     a stepping model took. `datatype`: of the one array that the results are rows of; empty without one."""
 
@@ -41,7 +41,7 @@ class Rehearsed(NamedTuple):
     datatype: str = ""
 
 
-class Rehearsal:
+class DryRun:
     """A loaded model and the worker's code around it. Models that bind sequences are not supported.
 
     `traces`: the tracebacks of what the model raised so far, without repetitions.
@@ -59,7 +59,7 @@ class Rehearsal:
 
     def execute(
         self, bodies: Sequence[bytes], content_type: str, extra: Mapping[str, bytes] | None = None
-    ) -> Rehearsed:
+    ) -> Tried:
         """Execute these in one batch; of a model that keeps states, each as the start of its own sequence.
         `extra`: the fields for the model, and `accept`.
 
@@ -82,9 +82,9 @@ class Rehearsal:
         execution.separate()
         datatypes = {spec.datatype for spec in self._model.outputs} or datatypes
         datatype = datatypes.pop() if len(datatypes) == 1 else ""
-        return Rehearsed(_in_order(execution), execution.compute_us, datatype=datatype)
+        return Tried(_in_order(execution), execution.compute_us, datatype=datatype)
 
-    def _generate(self, model: SteppingModel, batch: Batch) -> Rehearsed:
+    def _generate(self, model: SteppingModel, batch: Batch) -> Tried:
         """Step requests until all have ended, each in a batch of its own."""
         stepper, compute_us, steps = Stepper(model, observe=self._keep), 0, 0
         requests: list[StepExecution] = []
@@ -111,7 +111,7 @@ class Rehearsal:
             if request.result is None:
                 detail = f"it is still being generated after {STEPS_MAX:,} steps, which end this attempt"
                 request.end(UNFINISHED, detail)
-        return Rehearsed([one.result for one in requests if one.result is not None], compute_us, steps)
+        return Tried([one.result for one in requests if one.result is not None], compute_us, steps)
 
     def _observed(self, validate: Validate | None) -> Validate | None:
         """`validate`, so that what it raises is kept, unless that is how it refuses a body."""
