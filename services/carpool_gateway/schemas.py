@@ -72,6 +72,7 @@ class TensorConfig(msgspec.Struct):
 
     name: str
     data_type: str
+    format: str
     dims: list[int]
 
 
