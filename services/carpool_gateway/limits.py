@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from carpool_gateway.answers import HttpError
+from carpool_gateway.answers import RETRY_AFTER, HttpError
 
 MIB: Final = 1024 * 1024
 ENCODINGS: Final = (b"gzip", b"x-gzip", b"deflate")
@@ -54,7 +54,7 @@ class BodyMemory:
                 503,
                 f"the gateway holds bodies of {self.held_bytes} bytes, and may hold {self._bytes_max}: try "
                 "again",
-                headers=b"retry-after: 1\r\n",
+                headers=RETRY_AFTER,
             )
         self.held_bytes += size
 

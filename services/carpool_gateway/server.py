@@ -31,7 +31,7 @@ import structlog
 
 from carpool.errors import CarpoolError
 from carpool.shown import trace_of
-from carpool_gateway.answers import STATUS_LINES, HttpError, http_error_of
+from carpool_gateway.answers import RETRY_AFTER, STATUS_LINES, HttpError, http_error_of
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import BodyMemory, Limits
 from carpool_gateway.request_reader import BODY, ENDED, HEAD, IDLE, RequestReader
@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
         server.connections.add(self)
         self.deadline_s = server.loop.time() + (DRAIN_IDLE_S if server.is_draining else self._limits.head_s)
         if len(server.connections) > self._limits.connections:
-            self._end_with(HttpError(503, "too many connections: try again", headers=b"retry-after: 1\r\n"))
+            self._end_with(HttpError(503, "too many connections: try again", headers=RETRY_AFTER))
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -60,13 +60,8 @@ class Streaming:
         target.correlation_id = packer.add(
             channel, body, asked.fields, timeout_s, self._sink, target, asked.correlation_id
         )
-        async with AsyncStream(target, self._close, packer.loop) as stream:
+        async with AsyncStream(target, packer.close_stream, packer.loop) as stream:
             await _write_events(exchange, stream)
-
-    def _close(self, target: StreamTarget) -> None:
-        target.close()
-        if target.correlation_id is not None:
-            self._producer.packer.withdraw(target.correlation_id, target)
 
 
 async def _write_events(exchange: Exchange, stream: AsyncStream) -> None:

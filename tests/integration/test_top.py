@@ -204,7 +204,14 @@ def test_batcher_without_permission_to_report_still_batches(served: Stack) -> No
     served.redis.delete(KEYS.report)
     prefix = f"carpool:{{{MODEL}}}:"
     served.redis.execute_command(
-        "ACL", "SETUSER", "default", "resetkeys", "~carpool:models", f"~{prefix}[^s]*", f"~{prefix}settled"
+        "ACL",
+        "SETUSER",
+        "default",
+        "resetkeys",
+        "~carpool:models",
+        f"~{prefix}[^s]*",
+        f"~{prefix}settled",
+        f"~{prefix}stats",
     )
     wait_until(lambda: served.events("report for carpool top not published"), description="the batcher warns")
     sent = served.send(MODEL, body="1")

@@ -153,7 +153,7 @@ def test_floods_are_compared_with_runs_without_one() -> None:
 
 
 def test_a_cause_that_is_not_known_is_an_error() -> None:
-    late = DeadlineExceededError("expired: a worker received its batch after the request's deadline")
+    late = DeadlineExceededError("expired: its deadline passed before a worker had decoded it")
     assert cause_named_by(late) == "in flight"
     with pytest.raises(RuntimeError, match="unknown cause: for no reason"):
         cause_named_by(DeadlineExceededError("for no reason"))
