@@ -43,7 +43,7 @@ from carpool_batcher.model_batcher import ModelBatcher
 
 LEASE_MS: Final = 2000
 LEASES_INTERVAL_S: Final = 0.5
-SLICE_S: Final = 0.01  # of a turn, before other models have theirs
+SLICE_S: Final = 0.005  # of a turn, before other models have theirs
 COMPARE_INTERVAL_S: Final = 0.25
 IDLE_ROUNDS: Final = 6  # of leases, in which every idle model is compared once
 REPORT_TTL_MS: Final = 5000
