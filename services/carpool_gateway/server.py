@@ -145,6 +145,7 @@ class Connection(asyncio.Protocol):
         self._is_reading_paused = False
         self._is_advancing = False
         self._is_half_closed = False  # the client sends nothing more
+        self._answer_deadline_s = inf  # while an answer is made
         self._writable: asyncio.Future[None] | None = None  # set while the client reads too slowly
         self._tasks: set[asyncio.Task[None]] = set()
         self.deadline_s = inf
@@ -188,7 +189,7 @@ class Connection(asyncio.Protocol):
         if last is None:
             return False
         self._is_half_closed = last.is_last = True
-        self.deadline_s = self.server.loop.time()
+        self.deadline_s = self._answer_deadline_s = self.server.loop.time()  # look whether all is closed
         current = self._current
         if current is not None and current.takes_parts and not current.is_chunked:
             self._transport.write(_CONTINUE)  # HTTP/1.0 has no interim response
@@ -218,7 +219,7 @@ class Connection(asyncio.Protocol):
             writable, self._writable = self._writable, None
             writable.set_result(None)
             if self._current is not None:
-                self.deadline_s = self._answer_deadline_s()
+                self.deadline_s = self._answer_deadline_s
             elif self._reader.phase is ENDED:
                 self.deadline_s = self.server.loop.time() + LINGER_S
             elif self._reader.phase is IDLE:
@@ -255,7 +256,7 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
             return
         self._current = exchange
-        self.deadline_s = self._answer_deadline_s()
+        self.deadline_s = self._answer_deadline_s
         if exchange.error is not None:
             exchange.fail(exchange.error)
             return
@@ -308,10 +309,6 @@ class Connection(asyncio.Protocol):
         if self._is_reading_paused and len(self._ahead) < AHEAD_MAX and not self._transport.is_closing():
             self._is_reading_paused = False
             self._transport.resume_reading()
-
-    def _answer_deadline_s(self) -> float:
-        """While an answer is made: none, but a client that has closed its half is looked after."""
-        return self.server.loop.time() if self._is_half_closed else inf
 
     def _set_idle_deadline(self) -> None:
         """Between requests, or while one is read of which the beginning has come during the last one."""
