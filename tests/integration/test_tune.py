@@ -59,8 +59,8 @@ def settled_ms(stack: Stack) -> dict[int, float]:
 
 
 def test_tune_measures_the_model_and_prints_a_command_that_works(stack: Stack, tmp_path: Path) -> None:
-    run(stack, tmp_path, "config", MODEL, "max_queue_delay_ms=40", "max_batch_size=64")
-    # On a busy machine a lone request takes 30 ms
+    # With such a delay others are much better, however long a lone request takes on a busy machine.
+    run(stack, tmp_path, "config", MODEL, "max_queue_delay_ms=90", "max_batch_size=64")
     output = run(stack, tmp_path, "tune", MODEL, "7", "--latency-ms", "100", "--rate", "500", "--rounds", "3")
 
     announced = re.search(r"sending ([\d,]+) requests to linear, at most 64 at a time", output)
