@@ -234,7 +234,7 @@ _PYTRITON: Final = System(
     "pytriton",
     "pytriton",
     _pytriton,
-    child_roles={"model": {"tritonserver": "server"}},
+    child_roles={"model": {"triton": "server"}},
     client="wrk-v2",
 )
 _ROWS_ONLY: Final = ("http",)  # pictures are not sent in rows

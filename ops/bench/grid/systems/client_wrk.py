@@ -17,7 +17,7 @@ from grid.load import Sent
 from grid.models import MODELS, Array
 from grid.setup import HOST, Setup
 
-_START_S_MAX: Final = 30.0
+_START_S_MAX: Final = 60.0
 _PAUSE_S: Final = 0.05
 _ANSWER_S_MAX: Final = 20.0
 
