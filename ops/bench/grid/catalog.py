@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from grid.setup import HOST, Setup
 from grid.workloads import Workload
@@ -237,23 +237,20 @@ _PYTRITON: Final = System(
     child_roles={"model": {"triton": "server"}},
     client="wrk-v2",
 )
-_ROWS_ONLY: Final = ("http",)  # pictures are not sent in rows
+# In rows only small bodies are sent, and by no more connections than have answers within some seconds.
+_IN_ROWS: Final[Mapping[str, Any]] = {
+    "client": "wrk-v2-rows",
+    "only": ("http",),
+    "cells_left_out": {"1024": "65,536 rows would be in flight, which take longer than a round"},
+}
 
 # HTTP servers, of which all are driven by wrk; see `http_servers`.
 HTTP_SYSTEMS: Final = (
     _GATEWAY,
     replace(_GATEWAY, key="gateway-v2", name="Carpool, /v2", client="wrk-v2"),
-    replace(
-        _GATEWAY,
-        key="gateway-rows",
-        name="Carpool, /v2, 64 rows a call",
-        client="wrk-v2-rows",
-        only=_ROWS_ONLY,
-    ),
+    replace(_GATEWAY, key="gateway-rows", name="Carpool, /v2, 64 rows a call", **_IN_ROWS),
     replace(_MOSEC, name="mosec", client="wrk"),
     replace(_LITSERVE, name="LitServe", client="wrk"),
     _PYTRITON,
-    replace(
-        _PYTRITON, key="pytriton-rows", name="PyTriton, 64 rows a call", client="wrk-v2-rows", only=_ROWS_ONLY
-    ),
+    replace(_PYTRITON, key="pytriton-rows", name="PyTriton, 64 rows a call", **_IN_ROWS),
 )

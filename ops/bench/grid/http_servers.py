@@ -14,20 +14,20 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any, Final
 
-from host import STOLEN_MAX
+from host import STOLEN_MAX, Figures
 
 from grid import machine
 from grid.__main__ import chosen
 from grid.catalog import HTTP_SYSTEMS, WAIT_MS
 from grid.environments import ROOT, Environments, UnavailableError, wrk
-from grid.report import MARK, Table, by_process, median, per_second, spread, thousands, wrapped
+from grid.report import MARK, NONE, Table, by_process, cpu_us, median, per_second, spread, thousands, wrapped
 from grid.runner import Results, progress_to_stderr, run_grid
 from grid.workloads import IN_FLIGHT, Workload
 
 DOCUMENT: Final = ROOT / "docs/benchmarks_http.md"
 _BATCH_SIZE: Final = 64
 _OWN: Final = HTTP_SYSTEMS[0].name  # the others are compared with it
-_HEAD: Final = ("", "requests/s", f"times {_OWN}'s", "p50, ms", "p99, ms", "errors", "CPU µs", "by process")
+_HEAD: Final = ("requests/s", f"times {_OWN}'s", "p50, ms", "p99, ms", "errors", "CPU µs", "by process")
 
 _EXPLANATION: Final = (
     "wrk, with one thread, shares the cores with what it measures. Batches have up to "
@@ -68,23 +68,27 @@ def workloads(connections: Sequence[int], seconds: float) -> dict[str, Workload]
 
 def table(results: Results, workload: Workload, connections: str) -> Table:
     """All systems with one number of connections."""
-    rows = []
     own = results.cell(workload.name, _OWN, connections)
-    for system in HTTP_SYSTEMS:
-        if rounds := results.cell(workload.name, system.name, connections):
-            ratio = median(rounds, per_second) / median(own, per_second) if own else float("nan")
-            rows.append(
-                [
-                    system.name,
-                    spread(rounds, per_second, ",.0f"),
-                    f"{ratio:.2f}",
-                    *(spread(rounds, itemgetter(key), ",.2f") for key in ("p50_ms", "p99_ms")),
-                    " + ".join(f"{sum(map(itemgetter(key), rounds)):,}" for key in ("refused", "broken")),
-                    f"{median(rounds, lambda figures: sum(figures['cpu_us'].values())):,.1f}",
-                    by_process(rounds, "cpu_us", ",.1f"),
-                ]
-            )
-    return Table([f"{thousands(connections)} connections", *_HEAD[1:]], rows)
+    measured = [
+        (system.name, results.cell(workload.name, system.name, connections)) for system in HTTP_SYSTEMS
+    ]
+    rows = [_row(name, rounds, own) for name, rounds in measured if rounds]
+    return Table([f"{thousands(connections)} in flight", *_HEAD], rows)
+
+
+def _row(name: str, rounds: Sequence[Figures], own: Sequence[Figures]) -> list[str]:
+    """The figures of a system, and those of Carpool, with which it is compared if there are any."""
+    answered = [figures for figures in rounds if figures["per_second"]]
+    ratio = f"{median(rounds, per_second) / median(own, per_second):.2f}" if own else NONE
+    return [
+        name,
+        spread(rounds, per_second, ",.0f"),
+        ratio,
+        *(spread(answered, itemgetter(key), ",.2f") for key in ("p50_ms", "p99_ms")),
+        " + ".join(f"{sum(map(itemgetter(key), rounds)):,}" for key in ("refused", "broken")),
+        spread(answered, cpu_us, ",.1f"),
+        by_process(answered, "cpu_us", ",.1f") if answered else NONE,
+    ]
 
 
 def document(
@@ -104,10 +108,13 @@ def document(
         yield from ("", f"## {workload.title}", "", *wrapped(workload.description))
         for connections in workload.orders:
             yield from ("", *table(results, workload, connections).markdown())
-    if results.left_out:
-        yield from ("", "## Left out", "")
-        for (name, system), reason in results.left_out.items():
-            yield from wrapped(f"{system}, {name}: {reason}", "- ")
+    left_out = [f"{system}, {name}: {reason}" for (name, system), reason in results.left_out.items()]
+    for system in HTTP_SYSTEMS:
+        for cell, reason in system.cells_left_out.items():
+            left_out.append(f"{system.name}, {thousands(cell)} in flight: {reason}")
+    yield from ("", "## Left out", "")
+    for line in left_out:
+        yield from wrapped(line, "- ")
     yield ""
 
 

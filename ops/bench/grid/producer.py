@@ -48,7 +48,7 @@ class Producer:
         await load.closed_loop(self._client, self._body, in_flight, load.WARM_UP_S)
         cpu = _CpuMeter(order)
         sent = await load.closed_loop(self._client, self._body, in_flight, order["seconds"])
-        cpu_us = cpu.per_request(max(1, sent.requests))
+        cpu_us = cpu.per_request(sent.requests) if sent.requests else {}
         answer: dict[str, Any] = {"per_second": sent.requests / sent.seconds, "cpu_us": cpu_us}
         if order.get("counts_errors"):
             answer |= {"refused": sent.refused, "broken": sent.broken}

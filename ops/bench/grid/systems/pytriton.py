@@ -3,9 +3,15 @@
 As its documents advise: `bind` with `batching` and a `DynamicBatcher`
 (https://triton-inference-server.github.io/pytriton/latest/binding_models), and the decorator `@batch`, with
 which the model gets a batch as one array. Tensors are binary data, as its own client sends them.
+
+The server has an interpreter of its own, which must be the same as this one: so it is told where the shared
+library of this one is (https://triton-inference-server.github.io/pytriton/latest/installation).
 """
 
 from __future__ import annotations
+
+import os
+import sysconfig
 
 import numpy as np
 from pytriton.decorators import batch
@@ -29,6 +35,8 @@ def infer(x: Array) -> dict[str, Array]:
 connect = connect_v2
 
 if __name__ == "__main__":
+    libraries = [str(sysconfig.get_config_var("LIBDIR")), os.environ.get("LD_LIBRARY_PATH", "")]
+    os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
     config = TritonConfig(
         http_address=HOST, http_port=SETUP.port, allow_grpc=False, allow_metrics=False, log_verbose=0
     )
