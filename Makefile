@@ -10,7 +10,7 @@ JOBS   ?= 5
 PIP    := $(BIN)/pip install --no-compile --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lock audit bench fuzz profile soak chaos clean
+.PHONY: help install demo test check lock audit bench http fuzz profile soak chaos clean
 
 help: ## List these targets
 	@printf 'Usage: make TARGET [PYTHON=python3.12]\n\n'
@@ -38,6 +38,10 @@ PYTHONS = $(if $(filter command environment,$(origin PYTHON)),--python $(PYTHON)
 BENCH  ?= --write
 bench: install ## Measure Carpool and others side by side (BENCH=--help)
 	@$(GRID) grid $(PYTHONS) $(BENCH)
+
+HTTP ?= --write
+http: install ## Measure the gateway and other HTTP servers side by side (HTTP=--help)
+	@$(GRID) grid.http_servers $(PYTHONS) $(HTTP)
 
 FUZZ ?= --inputs 1000000
 FUZZ_BATCHER ?= --entries 10000000

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import host
+import numpy as np
 import pytest
 from deadlines import plans, runs
 from deadlines.measure import do_runs
 from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
 from deadlines.runs import Run
-from grid import runner
-from grid.catalog import SYSTEMS, System
-from grid.environments import Environments
+from grid import environments, http_servers, runner
+from grid.catalog import HTTP_SYSTEMS, SYSTEMS, System
+from grid.environments import Environments, wrk
+from grid.load import Sent
 from grid.runner import run_grid
+from grid.systems.client_wrk import Call, WrkClient
 from grid.workloads import Workload
 
 TINY = Workload(
@@ -66,6 +72,73 @@ def test_a_round_of_carpool_is_measured() -> None:
     assert 0 <= poisson["within"] <= 1
     assert burst["answered"] == 50
     assert all(mib > 1 for mib in burst["peak_mib"].values())
+
+
+@pytest.mark.skipif(not shutil.which("wrk"), reason="needs wrk: apt-get install wrk")
+def test_a_round_of_the_gateway_is_measured() -> None:
+    """One row and many in a call: CPU time is that of a row, and a latency that of a call."""
+    ours = [system for system in HTTP_SYSTEMS if system.key in ("gateway", "gateway-rows")]
+    workload = http_servers.workloads([8], 1)["http"]
+    results = run_grid(ours, [workload], ThisEnvironment(), 1, lambda _: None)
+    assert results.left_out == {}
+    of_rows: list[float] = []
+    for system in ours:
+        [figures] = results.cell("http", system.name, "8")
+        assert (figures["refused"], figures["broken"]) == (0, 0)
+        assert 0 < figures["p50_ms"] <= figures["p99_ms"]
+        assert set(figures["cpu_us"]) == {"redis", "batcher", "worker", "model", "gateway", "producer"}
+        of_rows.append(figures["cpu_us"]["gateway"])
+    one, many = of_rows
+    assert 0 < many < one
+    text = "\n".join(http_servers.document(results, [workload], ["A machine."], 1, 1))
+    assert text.count("| Carpool") == 2
+    assert "| 0 + 0 |" in text
+
+
+@pytest.mark.skipif(not shutil.which("wrk"), reason="needs wrk: apt-get install wrk")
+@pytest.mark.parametrize(("status", "failed"), [(503, "refused"), (None, "broken")])
+def test_calls_that_fail_are_counted(status: int | None, failed: str) -> None:
+    """A server that refuses each call, and one that closes the connection."""
+
+    class Failing(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if status is None:
+                self.close_connection = True
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Not to standard error."""
+
+    async def sent(port: int) -> Sent:
+        client = WrkClient(wrk() / "usr/bin/wrk", f"http://127.0.0.1:{port}", Call("/", {}, b"body"))
+        try:
+            return await client.closed_loop(np.zeros(1), 2, 1)
+        finally:
+            await client.close()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        counted = asyncio.run(sent(server.server_port))
+        server.shutdown()
+        thread.join()
+    assert counted.requests == 0
+    assert {"refused": counted.refused, "broken": counted.broken}[failed] > 0
+    assert counted.refused + counted.broken == getattr(counted, failed)
+
+
+def test_without_wrk_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environments, "BUILD", tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["http_servers"])
+    with pytest.raises(SystemExit, match="wrk is not on PATH"):
+        http_servers.main()
 
 
 def test_what_the_host_disturbed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from grid import plots, report
-from grid.catalog import SYSTEMS
+from grid import http_servers, plots, report
+from grid.catalog import HTTP_SYSTEMS, SYSTEMS
 from grid.runner import Results
 from grid.workloads import WORKLOADS
 
@@ -211,3 +211,23 @@ def test_a_workload_that_is_left_out_is_not_run() -> None:
     assert CARPOOL.runs(WORKLOADS["images"])
     assert not replace(CARPOOL, left_out={"images": "a reason"}).runs(WORKLOADS["images"])
     assert not replace(CARPOOL, only=("overhead",)).runs(WORKLOADS["images"])
+
+
+def test_http_servers_are_compared_with_carpool_and_what_has_no_answers_has_no_costs() -> None:
+    results = Results()
+    workload = http_servers.workloads([64], 1)["http"]
+
+    def add(key: str, rate: float, **costs: object) -> None:
+        system = next(system for system in HTTP_SYSTEMS if system.key == key)
+        figures = {"per_second": rate, "p50_ms": 1.5, "p99_ms": 2.0, "refused": 0, "broken": 0, "stolen": 0.0}
+        results.add("http", system.name, "64", figures | costs)
+
+    add("gateway", 2000, cpu_us={"gateway": 30.0, "redis": 10.0})
+    add("mosec", 1000, cpu_us={"server": 20.0}, refused=7)
+    add("mosec", 3000, cpu_us={"server": 30.0}, broken=2)
+    add("litserve", 0, cpu_us={})
+    carpool, mosec, litserve = http_servers.table(results, workload, "64").rows
+    assert carpool[1:] == ["2,000", "1.00", "1.50", "2.00", "0 + 0", "40.0", "gateway 30.0, redis 10.0"]
+    assert mosec[1:3] == ["2,000 [1,000 .. 3,000]", "1.00"]
+    assert mosec[5:] == ["7 + 2", "25.0 [20.0 .. 30.0]", "server 25.0"]
+    assert litserve[1:] == ["0", "0.00", report.NONE, report.NONE, "0 + 0", report.NONE, report.NONE]

@@ -17,6 +17,7 @@ processes     CPU time and memory of process trees, from /proc
 machine       what the figures depend on
 report        what was measured, as text, as JSON, and as a document
 plots         its plots
+http_servers  docs/benchmarks_http.md
 profile       docs/profile.md
 soak          `make soak`
 """

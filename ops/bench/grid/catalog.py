@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from grid.setup import HOST, Setup
 from grid.workloads import Workload
@@ -68,6 +68,15 @@ def _carpool(setup: Setup) -> Commands:
     return carpool_services(setup.model)
 
 
+def _gateway(setup: Setup) -> Commands:
+    gateway = ["python", "-m", "carpool_gateway", "--port", str(setup.port)]
+    return {**carpool_services(setup.model), "gateway": gateway}
+
+
+def _pytriton(_: Setup) -> Commands:
+    return {"model": ["python", "-m", "grid.systems.pytriton"]}
+
+
 def _mosec(setup: Setup) -> Commands:
     command = ["python", "-m", "grid.systems.mosec", "--address", HOST, "--port", str(setup.port)]
     return {"server": [*command, "--capacity", "200000", "--timeout", "60000", "--log-level", "warning"]}
@@ -113,6 +122,14 @@ _MOSEC: Final = System(
     "mosec",
     _mosec,
     child_roles={"server": {"mosec": "server", "": "model"}},
+)
+_LITSERVE: Final = System(
+    "litserve",
+    "LitServe, aiohttp",
+    "litserve",
+    "litserve",
+    _litserve,
+    child_roles={"server": {"": "API and model"}},
 )
 _WRK_IS_FAST: Final = "the client is a program in C, and bodies go to the server without a queue"
 _WRK_LEFT_OUT: Final = {"accelerator": _NO_RATES, "squares": _NO_BURST, "burst": _NO_BURST}
@@ -168,14 +185,7 @@ SYSTEMS: Final = (
         ahead_because=_WRK_IS_FAST,
     ),
     _MOSEC,
-    System(
-        "litserve",
-        "LitServe, aiohttp",
-        "litserve",
-        "litserve",
-        _litserve,
-        child_roles={"server": {"": "API and model"}},
-    ),
+    _LITSERVE,
     System(
         "service-streamer",
         "service-streamer",
@@ -207,4 +217,40 @@ SYSTEMS: Final = (
     ),
     _ARTICLES,
     replace(_ARTICLES, key="articles-fast", name=f"articles, {WAIT_MS:g} ms", wait_ms=WAIT_MS),
+)
+
+_GATEWAY: Final = replace(
+    _CARPOOL,
+    key="gateway",
+    name="Carpool",
+    module="gateway",
+    services=_gateway,
+    unix_socket=True,
+    client="wrk",
+)
+_PYTRITON: Final = System(
+    "pytriton",
+    "PyTriton",
+    "pytriton",
+    "pytriton",
+    _pytriton,
+    child_roles={"model": {"triton": "server"}},
+    client="wrk-v2",
+)
+# In rows only small bodies are sent, and by no more connections than have answers within some seconds.
+_IN_ROWS: Final[Mapping[str, Any]] = {
+    "client": "wrk-v2-rows",
+    "only": ("http",),
+    "cells_left_out": {"1024": "65,536 rows would be in flight, which take longer than a round"},
+}
+
+# HTTP servers, of which all are driven by wrk; see `http_servers`.
+HTTP_SYSTEMS: Final = (
+    _GATEWAY,
+    replace(_GATEWAY, key="gateway-v2", name="Carpool, /v2", client="wrk-v2"),
+    replace(_GATEWAY, key="gateway-rows", name="Carpool, /v2, 64 rows a call", **_IN_ROWS),
+    replace(_MOSEC, name="mosec", client="wrk"),
+    replace(_LITSERVE, name="LitServe", client="wrk"),
+    _PYTRITON,
+    replace(_PYTRITON, key="pytriton-rows", name="PyTriton, 64 rows a call", **_IN_ROWS),
 )

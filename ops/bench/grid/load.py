@@ -76,9 +76,11 @@ class ThreadedClient:
 class Sent(NamedTuple):
     """What a load generator saw."""
 
-    requests: int
+    requests: int  # that were answered
     seconds: float
     latencies_ms: Sequence[float]  # of all requests, or none where their measurement would cost too much
+    refused: int = 0  # calls that were answered with a status of an error
+    broken: int = 0  # calls without an answer: their connection broke, or it came too late
 
 
 async def closed_loop(client: Client, body: Array, in_flight: int, seconds: float) -> Sent:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+_DATATYPES: Final = {"float32": "FP32", "uint8": "UINT8", "int64": "INT64"}
 
 
 def _noop(batch: Sequence[Array]) -> list[Array]:
@@ -42,6 +43,11 @@ class Model:
     predict: Callable[[Sequence[Array]], list[Array]]
     result_shape: tuple[int, ...]
 
+    @property
+    def datatype(self) -> str:
+        """As the Open Inference Protocol calls it."""
+        return _DATATYPES[self.dtype]
+
     def body(self, number: int) -> Array:
         """A request's body; it depends on the number."""
         if self.dtype == "int64":
@@ -66,5 +72,6 @@ MODELS: Final = {
     "noop": Model("float32", (128,), _noop, (128,)),
     "sleeper": Model("float32", (128,), _sleeper, (128,)),
     "image": Model("uint8", (150_000,), _image, (8,)),
+    "picture": Model("uint8", (50_000,), _image, (8,)),
     "square": Model("int64", (1,), _square, (1,)),
 }

@@ -40,13 +40,20 @@ class Producer:
         self._body = self._model.body(0)
 
     async def closed(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """requests/s, CPU us a request by role, and for a lone request the latency."""
+        """requests/s, CPU us a request by role, and latencies where the client measures them.
+
+        Calls that fail are an error, unless `counts_errors` is true: then the answer says how many failed.
+        """
         in_flight = order["in_flight"]
         await load.closed_loop(self._client, self._body, in_flight, load.WARM_UP_S)
         cpu = _CpuMeter(order)
         sent = await load.closed_loop(self._client, self._body, in_flight, order["seconds"])
-        cpu_us = cpu.per_request(sent.requests)
+        cpu_us = cpu.per_request(sent.requests) if sent.requests else {}
         answer: dict[str, Any] = {"per_second": sent.requests / sent.seconds, "cpu_us": cpu_us}
+        if order.get("counts_errors"):
+            answer |= {"refused": sent.refused, "broken": sent.broken}
+        elif failed := sent.refused + sent.broken:
+            raise RuntimeError(f"{failed} calls failed")
         if sent.latencies_ms:
             answer |= {f"p{percent}_ms": load.percentile(sent.latencies_ms, percent) for percent in (50, 99)}
         return answer

@@ -173,7 +173,7 @@ class Running:
 def started(system: System, workload: Workload, environments: Environments) -> Iterator[Running]:
     """The system, ready to serve; stopped after the block. Raises FailedError or UnavailableError."""
     programs = environments.get(system.environment)
-    tools = str(wrk()) if system.client == "wrk" else ""
+    tools = str(wrk()) if system.client.startswith("wrk") else ""
     logs = BUILD / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:

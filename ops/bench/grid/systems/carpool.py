@@ -17,7 +17,6 @@ from carpool.wire.tensors import TensorSpec
 from grid.models import MODELS, Array
 from grid.setup import Setup
 
-_DATATYPES: Final = {"float32": "FP32", "uint8": "UINT8", "int64": "INT64"}
 _ROWS_PER_IN_FLIGHT: Final = 32
 
 
@@ -30,8 +29,8 @@ class _Served:
     def __init__(self) -> None:
         model = MODELS[self.name]
         self.max_batch_size = Setup.from_environment().batch_size
-        self.inputs = (TensorSpec("x", _DATATYPES[model.dtype], model.shape),)
-        self.outputs = (TensorSpec("y", _DATATYPES[model.dtype], model.result_shape),)
+        self.inputs = (TensorSpec("x", model.datatype, model.shape),)
+        self.outputs = (TensorSpec("y", model.datatype, model.result_shape),)
 
     def predict(self, batch: Array) -> Array:
         """(n, *shape) -> (n, *result_shape)."""
@@ -64,6 +63,12 @@ class Image(_Served):
     """8 bytes of each image."""
 
     name = "image"
+
+
+class Picture(_Served):
+    """The same of smaller images."""
+
+    name = "picture"
 
 
 class Square(_Served):
