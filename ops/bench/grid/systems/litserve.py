@@ -16,7 +16,8 @@ import litserve as ls
 
 from grid.models import MODELS, Array
 from grid.setup import Setup
-from grid.systems.clients_http import AiohttpClient, WrkClient, http_client
+from grid.systems.client_wrk import WrkClient
+from grid.systems.clients_http import AiohttpClient, http_client
 
 SETUP = Setup.from_environment()
 MODEL = MODELS[SETUP.model]
