@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.exceptions import ResponseError
 
 from carpool.keys import Keys
+from carpool.store.kept import keep_command
 from support.http import Answer, Connection, call, request
 from support.stack import Service, Stack
 from support.waiting import wait_until
@@ -288,3 +290,14 @@ def test_a_request_whose_client_went_at_once_has_its_body(shared: Stack) -> None
     for key, body in bodies.items():
         answer = call(url, "POST", ECHO, body, Idempotency_Key=key)
         assert (answer.code, answer.body) == (200, body)
+
+
+def test_nothing_is_written_of_a_request_whose_stream_cannot_be_made(shared: Stack) -> None:
+    """Given a key of another type in its place. Else the request would be known, and never executed."""
+    keys, name = Keys("Echo"), "taken"
+    shared.redis.set(keys.replies(name), "text", px=60_000)
+    waiting = shared.redis.xlen(keys.requests)
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        shared.redis.execute_command(*keep_command(keys, name, b"fingerprint", 1000, {}, b"1"))
+    assert not shared.redis.exists(keys.kept(name))
+    assert shared.redis.xlen(keys.requests) == waiting

@@ -2,8 +2,8 @@
 
 The name is the correlation ID, and that of a reply stream of its own. As long as the key `kept` lives, a
 request of this name is not added again. The stream is there from when the request is added until its result
-expires. So a program that does not know whether its request was accepted,
-because a process died, sends it again and gets the one result.
+expires. So a program that does not know whether its request was accepted, because a process died, sends it
+again and gets the one result.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@
 -- GRANT gateway replies xgroup|create xgroup|destroy pexpire
 local earlier = redis.call('GET', KEYS[2])
 if earlier then return earlier end
-redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2]) -- refused if the memory is full: then nothing is written
-redis.call('XGROUP', 'CREATE', KEYS[3], 'made', '0', 'MKSTREAM') -- so gateways need no permission to write results
+-- First what may be refused, because the memory is full or the key has another type: then nothing is written. By a
+-- group, so that gateways need no permission to write results.
+redis.call('XGROUP', 'CREATE', KEYS[3], 'made', '0', 'MKSTREAM')
 redis.call('XGROUP', 'DESTROY', KEYS[3], 'made')
 redis.call('PEXPIRE', KEYS[3], ARGV[2])
+redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
 if KEYS[4] then redis.call('SET', KEYS[4], ARGV[4], 'PX', ARGV[3]) end
 redis.call('XADD', KEYS[1], '*', unpack(ARGV, 5))
 return false
