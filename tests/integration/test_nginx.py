@@ -107,6 +107,8 @@ def test_events_are_not_held_back(nginx: str) -> None:
         connection.send(request("POST", "/carpool/v1/models/Chain/infer", body, Accept="text/event-stream"))
         assert connection.answer(has_body=False).code == 200
         parts = list(iter(connection.part, b""))
+    events = b"".join(parts).split(b"\n\n")
+    assert [event.partition(b":")[0] for event in events] == [b"data", b"data", b"data", b"event", b""]
     assert len(parts) > 1, "the first chunk came before the end was written"
 
 
