@@ -41,7 +41,7 @@ OTHER_FILES: Final = 256  # connections to Redis, logs and libraries
 
 
 def _allow_connections(number: int) -> None:
-    """Let this process have so many connections, if the system permits: 1,024 files are often the default."""
+    """Raise the limit of open files to what these connections need. Many systems begin with 1,024."""
     if resource is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

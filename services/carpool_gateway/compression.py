@@ -40,7 +40,7 @@ def _weight(parameters: list[str]) -> float:
 def compress(body: bytes, coding: str) -> bytes | None:
     """The body in this coding; None if that saves less than a tenth, as with most floats.
 
-    A large body is tried with its beginning first. Takes some 10 ms a MiB, and releases the GIL.
+    A large body is tried with its beginning first. A MiB of numbers in JSON takes 15 ms, without the GIL.
     """
     if len(body) > _SAMPLE_BYTES and not _pays(_compressed(body[:_SAMPLE_BYTES], coding), _SAMPLE_BYTES):
         return None

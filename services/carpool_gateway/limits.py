@@ -48,7 +48,7 @@ class BodyMemory:
         self.held_bytes = 0
 
     def take(self, size: int) -> None:
-        """Count so many bytes. Raises HttpError if there are too many with them; then they do not count."""
+        """Add to the bytes in memory. Raises HttpError, and adds nothing, if they would be too many."""
         if self.held_bytes + size > self._bytes_max:
             raise HttpError(
                 503,

@@ -582,7 +582,7 @@ _FIRST_IS_SAFE: Final[Mapping[str, Sequence[Any]]] = {
 
 
 def prefetched_slots(slots: int) -> int:
-    """How many requests a process of a stepping model with so many slots has besides, which wait for one."""
+    """How many requests a process of a stepping model has fetched ahead, beyond those in its `slots`."""
     return max(1, slots // SLOTS_PREFETCHED_RATIO)
 
 

@@ -275,7 +275,7 @@ def _head(datatype: str, shape: tuple[int, ...]) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _name(name: str, names: int) -> bytes:
-    """A name in a msgpack map; the first one after the head of the map, which has so many `names`."""
+    """A name in a msgpack map; the first one with the head of the map, which tells the number of `names`."""
     packer = msgpack.Packer(autoreset=False)
     if names:
         packer.pack_map_header(names)

@@ -110,7 +110,7 @@ def decode_request(body: bytes, header_length: bytes | None = None) -> InferRequ
 
 
 def _check_sizes(written: _Request | _ParsedRequest) -> None:
-    """Raise TooLargeError for so many names that reading them would hold up others."""
+    """Raise TooLargeError if there are more names than can be read without holding up others."""
     inputs, outputs, parameters = written.inputs, written.outputs or (), written.parameters or ()
     for name, given in (("inputs", inputs), ("outputs", outputs), ("parameters", parameters)):
         if len(given) > NAMES_MAX:

@@ -25,8 +25,8 @@ class Durations(NamedTuple):
 
 
 class BatchStatistics(NamedTuple):
-    """Batches in which `size` requests succeeded; or, if that is above SIZES_COUNTED_MAX, at most so many and
-    more than half as many.
+    """Batches in which `size` requests succeeded. Above SIZES_COUNTED_MAX it is the upper end of a range,
+    which begins above half of it.
 
     `requests`: all of these requests, whose times from arrival to result, and in the queue, are added up; and
     so are those of the batches before, in and after the model. `last_us`: when the last one was settled.
