@@ -24,6 +24,7 @@ MODEL: Final = "Busy"
 KEYS: Final = Keys(MODEL)
 KILLS: Final = 10
 INVALID: Final = {"priority": 11}
+MALFORMED_EVERY: Final = 5  # requests of a client, which sends at least as many
 SOON: Final = {"expiration": 30}  # many of these expire, waiting or in flight
 
 
@@ -49,9 +50,11 @@ class Clients:
 
     def _run(self, number: int) -> None:
         sent = 0
-        while not self._stop.is_set():
+        while not self._stop.is_set() or sent < MALFORMED_EVERY:
             sent += 1
-            self.codes.append(self._code(f"{number}-{sent}", b'"x"' if sent % 5 else b"not JSON"))
+            self.codes.append(
+                self._code(f"{number}-{sent}", b'"x"' if sent % MALFORMED_EVERY else b"not JSON")
+            )
 
     def _code(self, key: str, body: bytes) -> int:
         while True:
