@@ -17,10 +17,11 @@ from carpool.messages.results import Result
 from carpool.model_settings import ModelKind
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
+from carpool_worker.model_process.decoding.loop import execute_alone
 from carpool_worker.model_process.frame_execution import execute_frame
 from carpool_worker.model_process.loaded import description_of, kind_of
 from carpool_worker.model_process.model import LoadedModel, SteppingModel
-from carpool_worker.model_process.raised import whole_trace_of
+from carpool_worker.model_process.raised import RaisedLog, whole_trace_of
 from carpool_worker.model_process.stepping.frames import Admit
 from carpool_worker.model_process.stepping.stepper import Stepper
 from carpool_worker.stepping.execution import StepExecution
@@ -76,7 +77,10 @@ class DryRun:
         datatypes: set[str] = set()
         for frame in execution.frames:
             sent = partial(bytearray().join, frame.payload)
-            header, payload = execute_frame(self._model, frame.header, sent(), sent, self._keep)
+            if self._model.beside is None:
+                header, payload = execute_frame(self._model, frame.header, sent(), sent, self._keep)
+            else:
+                header, payload = execute_alone(self._model, frame.header, sent(), _Kept(self._keep))
             self._codec.take_outcome(execution, frame, header, b"".join(payload))
             datatypes.add(header.layouts[0][1] if len(header.layouts) == 1 else "")
         execution.separate()
@@ -130,6 +134,19 @@ class DryRun:
 
     def _keep(self, error: BaseException, _concerned: Sequence[int] = ()) -> None:
         self.traces.setdefault(whole_trace_of(error))
+
+
+class _Kept(RaisedLog):
+    """Where the log has what a model raises: here it is kept."""
+
+    def __init__(self, keep: Callable[[BaseException], None]) -> None:
+        super().__init__(lambda _: None)
+        self._keep = keep
+
+    def observe(self, error: BaseException, concerned: Sequence[int]) -> None:
+        """See RaisedLog."""
+        if not isinstance(error, CarpoolError):
+            self._keep(error)
 
 
 def _run_of(template: BatchedRun, number: int, body: bytes, keeps_states: bool) -> BatchedRun:

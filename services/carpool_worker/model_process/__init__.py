@@ -15,6 +15,9 @@
     loaded           a loaded model: its functions under one interface, and what it declares
     loader           from a model's name on the command line to the model
     stepping         the package for models that generate step by step
+    decoding         the package for models that decode bodies, and encode results, beside their batches
+    padding          batches that are padded, and results that are cut back
+    apart            sets a process apart from what the model does to sockets and signals
     bound_executor   runs a model that binds sequences on the rows of all its slots
 
 `frames` and `stepping.frames` are the boundary, shared by both processes. Beside them the worker imports only

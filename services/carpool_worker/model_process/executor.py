@@ -13,13 +13,14 @@ Why: docs/decisions/0027.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
 from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT
 from carpool.parts import Buffer
-from carpool.wire.tensors import Array
+from carpool.wire.tensors import Array, TensorSpec
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.failures import (
     Observe,
@@ -28,7 +29,7 @@ from carpool_worker.model_process.failures import (
     failure_of,
     not_observed,
 )
-from carpool_worker.model_process.frames import Failure, FrameHeader
+from carpool_worker.model_process.frames import Failure, FrameHeader, Layout
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.outputs import (
     Results,
@@ -37,9 +38,11 @@ from carpool_worker.model_process.outputs import (
     check_form,
     join,
     results_of,
+    rows_of,
     settled,
     without,
 )
+from carpool_worker.model_process.padding import TrueSizes, cut_row, with_lengths
 from carpool_worker.model_process.states import States
 
 _LATE_AT_START: Final = (DEADLINE_EXCEEDED, "expired: its deadline passed before its batch was executed")
@@ -63,6 +66,9 @@ class Items(Protocol):
 
     def spread(self, indexes: Mapping[int, int], count: int) -> Any:
         """As `select`, of `count` rows: at each key of `indexes` the item of that index, else nothing."""
+
+    def together(self, indexes: Sequence[int]) -> Sequence[Sequence[int]]:
+        """These indexes in groups that one call of the model can take."""
 
 
 class ListItems:
@@ -106,6 +112,9 @@ class ListItems:
     def spread(self, indexes: Mapping[int, int], count: int) -> list[Any]:
         return [self.item(indexes[row]) if row in indexes else None for row in range(count)]
 
+    def together(self, indexes: Sequence[int]) -> Sequence[Sequence[int]]:
+        return (indexes,)
+
 
 class StackedItems:
     """Bodies of a model that declares tensors: `predict` gets one stacked array, or several by name.
@@ -143,11 +152,41 @@ class StackedItems:
         spread = {name: _spread(array, indexes, count) for name, array in self._as_sent().items()}
         return next(iter(spread.values())) if self._is_one else spread
 
+    def together(self, indexes: Sequence[int]) -> Sequence[Sequence[int]]:
+        return (indexes,)
+
     def _as_sent(self) -> Stacked:
         if self._is_handed_out:
             assert self._again is not None
             self._arrays, self._is_handed_out = self._again(), False
         return self._arrays
+
+
+class PaddedItems(StackedItems):
+    """The same where inputs are padded: `validate` gets each as it was sent, and `predict` the true sizes."""
+
+    def __init__(
+        self,
+        arrays: Stacked,
+        again: Callable[[], Stacked] | None,
+        specs: Sequence[TensorSpec],
+        sizes: TrueSizes,
+    ) -> None:
+        def complete(arrays: Stacked) -> Stacked:
+            return with_lengths(arrays, specs, sizes)
+
+        super().__init__(complete(arrays), again and (lambda: complete(again())))
+        self._specs = specs
+        self._sizes = sizes
+
+    def item(self, index: int) -> Any:
+        rows: dict[str, Any] = {}
+        for spec in self._specs:
+            row = self._as_sent()[spec.name][index]
+            if spec.buckets:
+                row = cut_row(row, spec, self._sizes[spec.name][index])
+            rows[spec.name] = _copied(row)
+        return rows if len(rows) > 1 else next(iter(rows.values()))
 
 
 def _copied(row: Any) -> Any:
@@ -165,13 +204,28 @@ def _spread(array: Array, indexes: Mapping[int, int], count: int) -> Array:
     return rows
 
 
-def decode_items(frame: FrameHeader, payload: Buffer, again: Callable[[], Buffer] | None = None) -> Items:
-    """The bodies in a frame's payload, without states. `again`: see StackedItems; it brings the payload."""
+def decode_items(
+    frame: FrameHeader,
+    payload: Buffer,
+    again: Callable[[], Buffer] | None = None,
+    specs: Sequence[TensorSpec] = (),
+) -> Items:
+    """The bodies in a frame's payload, without states. `again`: see StackedItems; it brings the payload.
+    `specs`: the declared inputs, which tell what is padded."""
     if not frame.layouts:
         return ListItems(frames.unpack_bodies(payload), payload)
     layouts, count = frame.layouts, frame.size
     arrays = frames.unstack(layouts, count, payload)
-    return StackedItems(arrays, again and (lambda: frames.unstack(layouts, count, again())))
+    unstack_again: Callable[[], Stacked] | None = None
+    if again is not None:
+        unstack_again = partial(_unstacked, layouts, count, again)
+    if frame.sizes:
+        return PaddedItems(arrays, unstack_again, specs, frame.sizes)
+    return StackedItems(arrays, unstack_again)
+
+
+def _unstacked(layouts: Sequence[Layout], count: int, sent: Callable[[], Buffer]) -> Stacked:
+    return frames.unstack(layouts, count, sent())
 
 
 class Outcome(NamedTuple):
@@ -214,27 +268,47 @@ def execute(
     is_late: Callable[[int], bool] = never_late,
     late: Sequence[int] = (),
     observe: Observe = not_observed,
+    rejected: Mapping[int, Failure] | None = None,
 ) -> Outcome:
     """Validate each item, run the model on the valid ones, and isolate those on which it fails.
 
+    `rejected`: the items that failed before; then none is validated here.
     `requests`: the fields of a RequestInfo for each item, if the model wants them.
     `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
     `is_late`: whether the deadline of an item has passed by now; such an item is executed once at most.
     `late`: those of which it had passed before, which are not executed. `observe` is told what the model
     raises, each time it does.
     """
-    failures = validate(model, items)
+    failures = validate(model, items) if rejected is None else dict(rejected)
     refused = tuple(failures)
     failures.update((index, _LATE_AT_START) for index in late if index not in failures)
     valid: Sequence[int] = range(len(items))
     if failures:
         valid = [index for index in valid if index not in failures]
+    groups = items.together(valid) if valid else ()
     parts: list[Results] = []
     raised: list[int] = []
     given = _Given(items, requests, states, is_late, observe)
-    if valid and not _attempt(model, given, valid, failures, parts, raised):
-        return Outcome(failures, join(parts), 0, tuple(raised), refused)
-    return Outcome(failures, join(parts), len(valid), (), refused)
+    executed = len(valid)
+    for group in groups:
+        results: list[Results] = []
+        if not _attempt(model, given, group, failures, results, raised, is_half=len(groups) > 1):
+            executed = 0
+        parts.append(join(results))
+    if len(parts) == 1:
+        return Outcome(failures, parts[0], executed, tuple(raised), refused)
+    return Outcome(failures, _in_order(groups, parts, failures), executed, tuple(raised), refused)
+
+
+def _in_order(
+    groups: Sequence[Sequence[int]], parts: Sequence[Results], failures: Mapping[int, Failure]
+) -> Results:
+    """The results of several groups of items in the order of these."""
+    rows: dict[int, Any] = {}
+    for group, part in zip(groups, parts, strict=True):
+        succeeded = [index for index in group if index not in failures]
+        rows.update(zip(succeeded, rows_of(part), strict=True))
+    return [rows[index] for index in sorted(rows)]
 
 
 def validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
@@ -272,7 +346,7 @@ def _attempt(
         failure = failure_of(error, INTERNAL)
         is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
     else:
-        if is_half:  # the model is called again, and may use its arrays again then
+        if is_half:  # or one of several groups: the model is called again, and may use its arrays again then
             results, wrong = settled(Returned(results, wrong))
         failures.update({indexes[row]: failure_of(error, INTERNAL) for row, error in wrong.items()})
         parts.append(results)

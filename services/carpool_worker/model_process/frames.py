@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import socket
 import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
@@ -98,6 +99,7 @@ class FrameHeader(NamedTuple):
     `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
     `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one.
     `result_bytes_max`: how many bytes the result of a request may have, packed.
+    `sizes`: of each padded input, the true sizes of each request (`carpool.wire.padding`).
     """
 
     first: int
@@ -106,6 +108,7 @@ class FrameHeader(NamedTuple):
     requests: Sequence[RequestFields | SequenceFields] = ()
     deadlines: Sequence[tuple[int, int | None]] = ()
     result_bytes_max: int = RESULT_BYTES_DEFAULT
+    sizes: Mapping[str, Sequence[Sequence[int]]] = {}
     redis_ahead_us: int = 0  # set when the frame is sent
     number: int = 0  # set when the frame is sent, and returned with its outcome
 
@@ -138,7 +141,10 @@ class OutcomeHeader(NamedTuple):
     `errors`: the names of what it raised (`raised`), the last one last, and the requests concerned, by index
     in the frame: those on which it raised so alone, or else all on which it did. And why a result is too
     large.
-    `refused`: those that `validate` rejected, by index in the frame.
+    `refused`: those that `validate` or `decode` rejected, by index in the frame.
+    `given_up`: those that ended decoder processes again and again, by index in the frame, and how.
+    `decode_us`, `waited_us`: of a model that decodes (`decoding`), how long after the frame came all bodies
+    were decoded, and for how much of that the model waited.
     For a model that keeps states, the payload ends with the new ones of the requests that did not fail.
     """
 
@@ -152,6 +158,9 @@ class OutcomeHeader(NamedTuple):
     raised: Sequence[int] = ()
     errors: Mapping[str, Sequence[int]] = {}
     refused: Sequence[int] = ()
+    given_up: Mapping[int, str] = {}
+    decode_us: int = 0
+    waited_us: int = 0
 
     @classmethod
     def read(cls, fields: Sequence[Any]) -> Self:
@@ -161,7 +170,7 @@ class OutcomeHeader(NamedTuple):
         return cls(*fields)
 
 
-_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, dict, list]
+_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, dict, list, dict, int, int]
 
 
 class Raised(NamedTuple):
@@ -271,6 +280,19 @@ def send_message(sock: socket.socket, header: Any, *payload: Buffer) -> None:
             sock.sendall(part)
     except OSError as error:
         raise ProcessGoneError(str(error)) from error
+
+
+class MessageSender:
+    """Sends messages of several threads, one at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+
+    def send(self, header: Any, *payload: Buffer) -> None:
+        """Send one message. Raises ProcessGoneError."""
+        with self._lock:
+            send_message(self._sock, header, *payload)
 
 
 class MessageReader:
@@ -396,10 +418,7 @@ def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
     if isinstance(result, LoadFailed):
         send_message(sock, (_LOAD_FAILED, *result))
         return
-    inputs, outputs = (
-        [(spec.name, spec.datatype, spec.shape) for spec in specs]
-        for specs in (result.inputs, result.outputs)
-    )
+    inputs, outputs = ([spec.fields for spec in specs] for specs in (result.inputs, result.outputs))
     send_message(sock, (_READY, result.settings, inputs, outputs, *result[3:]))
 
 

@@ -26,6 +26,15 @@ A model that has them inside binds each sequence to a *slot* of its process, and
         def predict(self, batch): ...           # row i is slot i; None, or zeros, if it is not ready
         def end(self, sequence): ...            # optional; once for each `start`, however it ended
 
+A model may decode bodies, and encode results, one by one beside its batches (see the package `decoding`):
+
+        decode_in = "processes"                 # or "threads"
+        decode_workers = 4                      # how many at a time
+        decoded = [TensorSpec("pixels", "UINT8", (224, 224, 3))]     # optional: then `predict` gets one array
+        def load_decoder(self): ...             # optional: once in each process that decodes
+        def decode(self, body): ...             # -> what `predict` gets of it
+        def encode(self, result): ...           # of what `predict` returned -> the result
+
 A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
 exception, or return one in place of an item's result; carpool.errors has one for each status. A method
 `predict(self, batch, requests)` also gets a RequestInfo for each item.
@@ -42,14 +51,17 @@ from typing import Any, Final
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import StateSpec, TensorSpec
+from carpool_worker.model_process.decoding.declared import declared_beside, load_decoder
 from carpool_worker.model_process.failures import WrongOutputError
 from carpool_worker.model_process.loaded import (
+    Beside,
     BoundModel,
     BoundSequence,
     LoadedModel,
     RequestInfo,
     SteppingModel,
 )
+from carpool_worker.model_process.padding import check_padding
 from carpool_worker.model_process.states import declared_states, initial_state
 from carpool_worker.model_process.stepping.requests import GeneratorModel
 
@@ -99,13 +111,31 @@ def adapt(model: Any, device: str) -> LoadedModel:
     if states:
         _check_kind(declarations["settings"], ModelKind.STATEFUL)
     wants_requests = "requests" in _parameters(predict)
+    beside = declared_beside(model, _specs(model, "decoded"))
+    if beside is not None:
+        _check_beside(beside, declarations)
+        load_decoder(model)
     return LoadedModel(
         run=_pipeline(model, predict, wants_requests, keeps_states=bool(states)),
         wants_requests=wants_requests,
         states=states,
         initial_state=initial_state(model, states),
+        beside=beside,
         **declarations,
     )
+
+
+def _check_beside(beside: Beside, declarations: Mapping[str, Any]) -> None:
+    """Raise UnusableError for tensors that have no meaning where single requests are decoded or encoded."""
+    if beside.encode is not None and declarations["outputs"]:
+        raise UnusableError("the model has 'encode' and 'outputs': what encode returns is not declared")
+    for spec in declarations["inputs"] if beside.decode is not None else ():
+        if spec.buckets:
+            raise UnusableError(
+                f"input {spec.name!r} has buckets, but 'decode' gets it as it was sent: declare them of the "
+                "tensors that it returns, in 'decoded'"
+            )
+    check_padding(beside.decoded, ())
 
 
 def _binds_sequences(model: Any) -> bool:
@@ -121,6 +151,9 @@ def _adapt_bound(model: Any, device: str) -> BoundModel:
             "the model has 'states' and 'binds_sequences': its states are in Redis or inside it, not both"
         )
     loaded = adapt(model, device)
+    _check_unpadded(loaded.inputs, "binds sequences")
+    if loaded.beside is not None:
+        raise UnusableError("the model has 'decode_in' or 'decode_workers' and 'binds_sequences'")
     _check_kind(loaded.settings, ModelKind.BOUND)
     start, end = getattr(model, "start", None), getattr(model, "end", None)
     for name, hook in (("start", start), ("end", end)):
@@ -169,6 +202,7 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
             raise UnusableError(f"the model's {name!r} has a 'yield': it must emit with request.emit(value)")
     _load(model, device)
     declarations = _declarations(model)
+    _check_unpadded(declarations["inputs"], "generates step by step")
     _check_kind(declarations["settings"], ModelKind.STEPPING)
     return SteppingModel(
         begin=begin,
@@ -182,6 +216,14 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
 def _check_plain(name: str, hook: Any) -> None:
     if inspect.iscoroutinefunction(hook) or inspect.isasyncgenfunction(hook):
         raise UnusableError(f"the model's {name!r} is a coroutine function: it must be a plain function")
+
+
+def _check_unpadded(inputs: Sequence[TensorSpec], what: str) -> None:
+    for spec in inputs:
+        if spec.buckets:
+            raise UnusableError(
+                f"input {spec.name!r} has buckets, but the model {what}: it gets no batches to pad"
+            )
 
 
 def _check_kind(settings: ModelSettings, kind: ModelKind) -> None:
@@ -207,11 +249,13 @@ def _load(model: Any, device: str) -> None:
 
 def _declarations(model: Any) -> dict[str, Any]:
     """The fields of Declarations."""
+    inputs, outputs = _specs(model, "inputs"), _specs(model, "outputs")
+    check_padding(inputs, outputs)
     return {
         "validate": getattr(model, "validate", None),
         "unload": getattr(model, "unload", None),
-        "inputs": _specs(model, "inputs"),
-        "outputs": _specs(model, "outputs"),
+        "inputs": inputs,
+        "outputs": outputs,
         "settings": _settings(model),
         "misspelt": dict(_misspelt(model)),
     }
@@ -270,7 +314,7 @@ def _misspelt(model: Any) -> Iterator[tuple[str, str]]:
     Methods and names with a leading underscore are ignored, and so are names similar to a setting that the
     model declares as well.
     """
-    settings = ModelSettings.names()
+    settings = (*ModelSettings.names(), "decode_workers")
     undeclared = {_normalised(name): name for name in settings if getattr(model, name, None) is None}
     owners = [model, *type(model).__mro__]
     for name in sorted({name for owner in owners for name in getattr(owner, "__dict__", ())}):

@@ -1,0 +1,163 @@
+"""Bodies decoded and results encoded beside the batches, in threads and processes, on a whole stack."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carpool.keys import Keys
+from support.stack import Stack
+from support.waiting import wait_until
+
+DIED = "decoder process died"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        yield stack
+
+
+def results_of(stack: Stack, model: str, bodies: dict[str, Any], **shared: Any) -> dict[str, Any]:
+    """The result of each, or its status and detail. All are in one entry."""
+    requests = [{"correlation_id": name, "body": json.dumps(body)} for name, body in bodies.items()]
+    stack.send_packed(model, requests, **shared)
+    return {name: answer(stack, model, name) for name in bodies}
+
+
+def answer(stack: Stack, model: str, name: str) -> Any:
+    result = stack.result(model, name)
+    return result["body"] if result["status"] == "OK" else (result["status"], result["detail"])
+
+
+@pytest.mark.parametrize("name", ["InThreads", "InProcesses"])
+def test_each_body_is_decoded_and_each_result_encoded_and_fails_alone(stack: Stack, name: str) -> None:
+    model = stack.serve(f"beside.py:{name}")
+    bodies: dict[str, Any] = {f"{name}{number}": number for number in range(8)}
+    bad = ["refuse", "reject", "raise it", "unencodable"]
+    results = results_of(
+        stack, model, bodies | {f"{name}-{body.split()[0]}": body for body in [*bad, "text"]}
+    )
+    assert {key: results[key] for key in bodies} == {
+        key: {"square": number * number} for key, number in bodies.items()
+    }
+    refused, rejected, raised, unencodable = (results[f"{name}-{body.split()[0]}"] for body in bad)
+    assert refused == ("INVALID_ARGUMENT", "the model rejected this body: refused")
+    assert rejected == ("INVALID_ARGUMENT", "no such number")
+    assert raised == ("INVALID_ARGUMENT", "the model rejected this body: KeyError: 'it'")
+    assert unencodable == ("INTERNAL", "the model failed on this request: cannot be encoded")
+    text = results[f"{name}-text"]
+    assert (text["text"], text["id"]) == ("text", f"{name}-text")
+    (model_process,) = stack.served_by(model).children()
+    assert (text["decoder"] == model_process) is (name == "InThreads")
+    logged = {event["error"].partition(" ")[0] for event in stack.served_by(model).events("model raised")}
+    assert logged == {"KeyError", "RuntimeError"}
+
+
+@pytest.mark.parametrize("name", ["InThreads", "InProcesses"])
+def test_what_the_model_changed_is_decoded_again_when_a_batch_is_halved(stack: Stack, name: str) -> None:
+    model = stack.serve(f"beside.py:{name}")
+    bodies: dict[str, Any] = {f"{name}s{number}": number for number in range(7)}
+    results = results_of(stack, model, bodies | {f"{name}spoil": "spoil"})
+    assert results.pop(f"{name}spoil") == ("INTERNAL", "the model failed on this request: spoilt")
+    assert results == {key: {"square": number * number} for key, number in bodies.items()}
+
+
+@pytest.mark.parametrize("name", ["InThreads", "InProcesses"])
+def test_the_next_batch_is_decoded_while_one_is_executed(stack: Stack, tmp_path: Path, name: str) -> None:
+    model = stack.serve(f"beside.py:{name}")
+    held, decoding = tmp_path / "held", tmp_path / "decoding"
+    stack.send(model, correlation_id="first", body=json.dumps(f"hold {held}"))
+    wait_until(Path(f"{held}.started").exists, description="the first batch is executed")
+    stack.send_packed(
+        model,
+        [{"correlation_id": f"next{n}", "body": json.dumps(n)} for n in range(15)]
+        + [{"correlation_id": "next", "body": json.dumps(f"wait {decoding}")}],
+    )
+    wait_until(Path(f"{decoding}.started").exists, description="the next one is decoded")
+    decoding.touch()
+    held.touch()
+    assert answer(stack, model, "first")["text"] == f"hold {held}"
+    assert answer(stack, model, "next")["text"] == f"wait {decoding}"
+    assert [answer(stack, model, f"next{n}")["square"] for n in range(15)] == [n * n for n in range(15)]
+
+
+def test_a_deadline_passes_while_a_body_is_decoded(stack: Stack, tmp_path: Path) -> None:
+    """The others of its batch do not wait for it."""
+    model = stack.serve("beside.py:InThreads")
+    never = tmp_path / "never"
+    requests = [{"correlation_id": f"in-time{number}", "body": str(number)} for number in range(3)]
+    late = {"correlation_id": "late", "body": json.dumps(f"wait {never}"), "expiration": 300}
+    stack.send_packed(model, [*requests, late])
+    assert answer(stack, model, "late")[0] == "DEADLINE_EXCEEDED"
+    assert [answer(stack, model, f"in-time{number}")["square"] for number in range(3)] == [0, 1, 4]
+    assert not never.exists()
+    never.touch()  # ends the thread's wait
+
+
+@pytest.mark.parametrize("command", ["die", "segfault"])
+def test_a_body_that_kills_decoders_is_given_up_and_nothing_else_fails(stack: Stack, command: str) -> None:
+    model = stack.serve("beside.py:InProcesses")
+    worker = stack.served_by(model)
+    process, died, dead = worker.children(), len(worker.events(DIED)), stack.redis.xlen(Keys(model).dead)
+    bodies: dict[str, Any] = {f"{command}{number}": number for number in range(10)}
+    results = results_of(stack, model, bodies | {f"{command}-it": command})
+    status, detail = results.pop(f"{command}-it")
+    signal = {"die": "SIGKILL", "segfault": "SIGSEGV"}[command]
+    assert (status, detail) == (
+        "ABORTED",
+        "given up, and kept as a dead letter: its decoder process died 2 times in decode; the last time: "
+        + signal,
+    )
+    assert results == {key: {"square": number * number} for key, number in bodies.items()}
+    assert stack.redis.xlen(Keys(model).dead) == dead + 1
+    assert len(worker.events(DIED)) == died + 2
+    assert worker.children() == process and not worker.events("model process died")
+
+
+def test_a_body_whose_decoder_is_killed_by_chance_succeeds(stack: Stack, tmp_path: Path) -> None:
+    model = stack.serve("beside.py:InProcesses")
+    once = f"die-once {tmp_path / 'once'}"
+    results = results_of(stack, model, {"once": once, "other": 3})
+    assert (results["once"]["text"], results["other"]) == (once, {"square": 9})
+
+
+def test_decoded_tensors_are_padded_and_share_a_batch(stack: Stack) -> None:
+    model = stack.serve("beside.py:Stacked")
+    texts = {f"t{size}": "x" * size for size in range(17, 64)} | {"long": "x" * 65, "loud": "loud!"}
+    results = results_of(stack, model, texts)
+    assert results.pop("long") == (
+        "INVALID_ARGUMENT",
+        "body.letters.shape: dimension 0 has the size 65, but this model takes at most 64, its "
+        "largest bucket",
+    )
+    assert results.pop("loud") == ("INTERNAL", "the model failed on this request: one is loud")
+    assert {name: result["doubled"]["data"] for name, result in results.items()} == {
+        name: [2 * ord("x")] * len(text) for name, text in texts.items() if name not in ("long", "loud")
+    }
+    assert {tuple(result["shape"]["data"]) for result in results.values()} == {(47, 64)}
+
+
+def test_requests_of_64_lengths_are_executed_together(stack: Stack) -> None:
+    model = stack.serve("beside.py:Bucketed")
+    bodies: dict[str, Any] = {f"b{size}": list(range(size)) for size in range(1, 65)}
+    results = results_of(stack, model, bodies)
+    assert {name: result["doubled"]["data"] for name, result in results.items()} == {
+        name: [2 * number for number in numbers] for name, numbers in bodies.items()
+    }
+    shapes = {tuple(result["shape"]["data"]) for result in results.values()}
+    assert shapes == {(16, 16), (48, 64)}
+    wrong = results_of(stack, model, {"long": [1] * 65, "negative": [1, -1], "good": [7]})
+    assert [wrong[name] for name in ("long", "negative")] == [
+        (
+            "INVALID_ARGUMENT",
+            "body.ids.shape: dimension 0 has the size 65, but this model takes at most 64, its "
+            "largest bucket",
+        ),
+        ("INVALID_ARGUMENT", "the model rejected this body: an id is negative"),
+    ]
+    assert wrong["good"]["doubled"]["data"] == [14]

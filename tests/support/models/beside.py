@@ -1,0 +1,119 @@
+"""Models that decode bodies, and encode results, beside their batches. Bodies are commands."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from carpool import InvalidArgumentError, TensorSpec
+
+
+class InThreads:
+    """Answers a number with its square, and what `encode` adds to it. In a body the words of a command."""
+
+    max_batch_size = 16
+    decode_in = "threads"
+    decode_workers = 2
+
+    def load_decoder(self) -> None:
+        self.decoder = os.getpid()
+
+    def validate(self, body: Any) -> None:
+        if body == "refuse":
+            raise ValueError("refused")
+
+    def decode(self, body: Any, request: Any) -> Any:
+        assert self.decoder == os.getpid()
+        if not isinstance(body, str):
+            return np.full(3, body, np.int64)
+        verb, _, where = body.partition(" ")
+        if verb == "reject":
+            raise InvalidArgumentError("no such number")
+        if verb == "raise":
+            raise KeyError(where)
+        if verb == "wait":
+            Path(where + ".started").touch()
+            while not Path(where).exists():
+                time.sleep(0.001)
+        elif verb == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif verb == "segfault":
+            ctypes.string_at(0)
+        elif verb == "die-once" and not Path(where).exists():
+            Path(where).touch()
+            os._exit(7)
+        return {"text": body, "id": request.correlation_id, "decoder": os.getpid()}
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        results = []
+        for value in batch:
+            if isinstance(value, dict):
+                verb, _, where = value["text"].partition(" ")
+                if verb == "hold":
+                    Path(where + ".started").touch()
+                    while not Path(where).exists():
+                        time.sleep(0.001)
+                results.append(value)
+                continue
+            value[...] = value * value  # what was decoded is the model's own
+            results.append(value)
+        if any(isinstance(value, dict) and value["text"] == "spoil" for value in batch):
+            raise RuntimeError("spoilt")
+        return results
+
+    def encode(self, result: Any) -> Any:
+        if isinstance(result, dict):
+            if result["text"] == "unencodable":
+                raise RuntimeError("cannot be encoded")
+            return {**result, "encoder": os.getpid()}
+        return {"square": int(result.sum()) // 3}
+
+
+class InProcesses(InThreads):
+    """The same in processes."""
+
+    decode_in = "processes"
+
+
+class Stacked:
+    """Texts as numbers of letters, padded: answers them doubled, and the shape of their batch."""
+
+    max_batch_size = 64
+    decode_in = "processes"
+    decode_workers = 2
+    decoded = (TensorSpec("letters", "INT32", (-1,), pad=-1, buckets=[16, 64], lengths="lengths"),)
+    outputs = (TensorSpec("doubled", "INT32", (-1,), cut="letters"), TensorSpec("shape", "INT64", (2,)))
+
+    def decode(self, body: str) -> Any:
+        return np.frombuffer(body.encode(), np.uint8)
+
+    def predict(self, batch: dict[str, Any]) -> dict[str, Any]:
+        letters, lengths = batch["letters"], batch["lengths"]
+        assert ((letters == -1).sum(axis=1) == letters.shape[1] - lengths).all()
+        letters *= 2
+        if (letters == 2 * ord("!")).any():
+            raise ValueError("one is loud")
+        return {"doubled": letters, "shape": np.array([letters.shape] * len(letters))}
+
+
+class Bucketed:
+    """Answers the doubled numbers of each request, and the shape of the batch that it was in."""
+
+    max_batch_size = 64
+    inputs = (TensorSpec("ids", "INT64", (-1,), pad=-1, buckets=[16, 64], lengths="lengths"),)
+    outputs = (TensorSpec("doubled", "INT64", (-1,), cut="ids"), TensorSpec("shape", "INT64", (2,)))
+
+    def validate(self, ids: Any) -> None:
+        if (ids == -1).any():
+            raise ValueError("an id is negative")
+
+    def predict(self, batch: dict[str, Any]) -> dict[str, Any]:
+        ids, lengths = batch["ids"], batch["lengths"]
+        assert ((ids == -1).sum(axis=1) == ids.shape[1] - lengths).all()
+        return {"doubled": ids * 2, "shape": np.array([ids.shape] * len(ids))}
