@@ -126,6 +126,35 @@ def test_a_body_whose_decoder_is_killed_by_chance_succeeds(stack: Stack, tmp_pat
     assert (results["once"]["text"], results["other"]) == (once, {"square": 9})
 
 
+def test_results_of_tensors_are_encoded_and_a_batch_that_raises_is_halved_as_it_was_sent(
+    stack: Stack,
+) -> None:
+    model = stack.serve("beside.py:Encoded")
+    bodies: dict[str, Any] = {f"e{number}": [number, 1] for number in (1, 2, 13, 4, 5)}
+    results = results_of(stack, model, bodies)
+    assert results.pop("e13") == ("INTERNAL", "the model failed on this request: unlucky")
+    assert results == {
+        name: {"sum": 2 * sum(body), "id": name} for name, body in bodies.items() if name != "e13"
+    }
+
+
+def test_bodies_of_sequences_are_decoded_and_a_result_that_cannot_be_encoded_breaks_its_own(
+    stack: Stack,
+) -> None:
+    model = stack.serve("beside.py:Remembering")
+
+    def send(sequence: str, body: str, **fields: Any) -> Any:
+        name = f"{sequence}-{body}"
+        stack.send(model, correlation_id=name, body=json.dumps(body), sequence_id=sequence, **fields)
+        return answer(stack, model, name)
+
+    assert [send("a", "5", sequence_start=1), send("b", "1", sequence_start=1)] == ["5 in all", "1 in all"]
+    assert send("a", "3") == "8 in all"
+    assert send("b", "200") == ("INTERNAL", "the model failed on this request: too much")
+    assert send("a", "x")[0] == "INVALID_ARGUMENT"
+    assert [send(sequence, "7")[0] for sequence in ("a", "b")] == ["ABORTED", "ABORTED"]
+
+
 def test_decoded_tensors_are_padded_and_share_a_batch(stack: Stack) -> None:
     model = stack.serve("beside.py:Stacked")
     texts = {f"t{size}": "x" * size for size in range(17, 64)} | {"long": "x" * 65, "loud": "loud!"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from carpool import InvalidArgumentError, TensorSpec
+from carpool import InvalidArgumentError, StateSpec, TensorSpec
 
 
 class InThreads:
@@ -100,6 +100,44 @@ class Stacked:
         if (letters == 2 * ord("!")).any():
             raise ValueError("one is loud")
         return {"doubled": letters, "shape": np.array([letters.shape] * len(letters))}
+
+
+class Encoded:
+    """Doubles tensors where they are, and encodes their sums; raises on a 13."""
+
+    max_batch_size = 8
+    decode_in = "threads"
+    inputs = (TensorSpec("x", "INT64", (2,)),)
+
+    def predict(self, batch: Any) -> Any:
+        batch *= 2
+        if (batch == 26).any():
+            raise ValueError("unlucky")
+        return batch
+
+    def encode(self, result: Any, request: Any) -> Any:
+        return {"sum": int(result.sum()), "id": request.correlation_id}
+
+
+class Remembering:
+    """Adds the decoded numbers of a sequence."""
+
+    max_batch_size = 8
+    decode_in = "processes"
+    decode_workers = 1
+    states = (StateSpec("sum", "INT64", (-1,)),)
+
+    def decode(self, body: str) -> int:
+        return int(body)
+
+    def predict(self, batch: list[int], states: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        sums = states["sum"] + np.array(batch)
+        return sums.tolist(), {"sum": sums}
+
+    def encode(self, result: int) -> str:
+        if result > 100:
+            raise ValueError("too much")
+        return f"{result} in all"
 
 
 class Bucketed:
