@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,7 @@ def test_what_the_model_changed_is_decoded_again_when_a_batch_is_halved(stack: S
 @pytest.mark.parametrize("name", ["InThreads", "InProcesses"])
 def test_the_next_batch_is_decoded_while_one_is_executed(stack: Stack, tmp_path: Path, name: str) -> None:
     model = stack.serve(f"beside.py:{name}")
+    results_of(stack, model, {"before": 0})  # a worker fetches ahead once it knows that bodies are decoded
     held, decoding = tmp_path / "held", tmp_path / "decoding"
     stack.send(model, correlation_id="first", body=json.dumps(f"hold {held}"))
     wait_until(Path(f"{held}.started").exists, description="the first batch is executed")
@@ -103,20 +106,22 @@ def test_a_deadline_passes_while_a_body_is_decoded(stack: Stack, tmp_path: Path)
 def test_a_body_that_kills_decoders_is_given_up_and_nothing_else_fails(stack: Stack, command: str) -> None:
     model = stack.serve("beside.py:InProcesses")
     worker = stack.served_by(model)
+    before = len(worker.events("model process died"))
     process, died, dead = worker.children(), len(worker.events(DIED)), stack.redis.xlen(Keys(model).dead)
     bodies: dict[str, Any] = {f"{command}{number}": number for number in range(10)}
     results = results_of(stack, model, bodies | {f"{command}-it": command})
     status, detail = results.pop(f"{command}-it")
-    signal = {"die": "SIGKILL", "segfault": "SIGSEGV"}[command]
+    number = {"die": "SIGKILL", "segfault": "SIGSEGV"}[command]
     assert (status, detail) == (
         "ABORTED",
         "given up, and kept as a dead letter: its decoder process died 2 times in decode; the last time: "
-        + signal,
+        + number,
     )
     assert results == {key: {"square": number * number} for key, number in bodies.items()}
     assert stack.redis.xlen(Keys(model).dead) == dead + 1
     assert len(worker.events(DIED)) == died + 2
-    assert worker.children() == process and not worker.events("model process died")
+    assert worker.children() == process
+    assert len(worker.events("model process died")) == before
 
 
 def test_a_body_whose_decoder_is_killed_by_chance_succeeds(stack: Stack, tmp_path: Path) -> None:
@@ -124,6 +129,31 @@ def test_a_body_whose_decoder_is_killed_by_chance_succeeds(stack: Stack, tmp_pat
     once = f"die-once {tmp_path / 'once'}"
     results = results_of(stack, model, {"once": once, "other": 3})
     assert (results["once"]["text"], results["other"]) == (once, {"square": 9})
+
+
+def test_decoders_end_with_their_model_process_and_another_one_has_its_own(stack: Stack) -> None:
+    model = stack.serve("beside.py:InProcesses")
+    worker = stack.served_by(model)
+    (process,) = worker.children()
+    decoders = descendants(process)
+    assert len(decoders) == 2
+    os.kill(process, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, decoders)), description="the decoders have ended")
+    assert results_of(stack, model, {"after": 12}) == {"after": {"square": 144}}
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of all threads of a process."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 def test_results_of_tensors_are_encoded_and_a_batch_that_raises_is_halved_as_it_was_sent(

@@ -14,21 +14,28 @@ DESCRIPTORS_MAX: Final = 4096  # that of the socket is below: the kernel keeps a
 
 
 def set_apart(descriptor: int) -> socket.socket:
-    """The socket to the worker under another descriptor, that the model is not likely to write to.
-
-    A program that writes to a descriptor which it does not own, or closes one twice, means a low one: the
-    kernel gives out the lowest. This one is not known to it beforehand.
+    """The socket to another process of Carpool under another descriptor (`moved`).
 
     Processes that the model starts must not inherit the socket: they could write to it, and while they hold
     it open, the end of this process does not end the connection.
     """
+    sock = socket.socket(fileno=moved(descriptor))
+    os.register_at_fork(after_in_child=sock.close)
+    return sock
+
+
+def moved(descriptor: int) -> int:
+    """Another descriptor in place of this one, that the model is not likely to write to.
+
+    A program that writes to a descriptor which it does not own, or closes one twice, means a low one: the
+    kernel gives out the lowest. This one is not known to it beforehand.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else min(soft, DESCRIPTORS_MAX)
     lowest = limit // 2 + secrets.randbelow(max(1, limit // 4))
-    sock = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest))
+    other = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest)
     os.close(descriptor)
-    os.register_at_fork(after_in_child=sock.close)
-    return sock
+    return other
 
 
 def leave_signals_to_the_worker() -> None:

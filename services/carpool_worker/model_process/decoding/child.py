@@ -23,7 +23,7 @@ from carpool.logs import configure_logs
 from carpool.plugins import UnusableError, reason_of
 from carpool.shown import shortened
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.apart import leave_signals_to_the_worker, set_apart
+from carpool_worker.model_process.apart import leave_signals_to_the_worker, moved, set_apart
 from carpool_worker.model_process.decoding.callers import called
 from carpool_worker.model_process.decoding.declared import declared_beside, load_decoder
 from carpool_worker.model_process.decoding.exchange import SharedMemory, read, write
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     frames.send_message(sock, (READY,))
     try:
-        _serve(sock, beside, SharedMemory(int(memory)))
+        _serve(sock, beside, SharedMemory(moved(int(memory))))
     except ProcessGoneError:
         return 0
     return 1

@@ -16,6 +16,7 @@ import numpy as np
 
 from carpool.parts import Buffer
 from carpool.wire.tensors import WIDTHS, Array, datatype_of, for_numpy, from_bytes
+from carpool_worker.model_process.apart import moved
 from carpool_worker.model_process.frames import pack_values, unpack_bodies
 
 _GRAIN_BYTES: Final = 1024 * 1024
@@ -38,9 +39,9 @@ class SharedMemory:
     def create(cls) -> Self:
         """A new one, which a child inherits if it is told to."""
         if hasattr(os, "memfd_create"):
-            return cls(os.memfd_create("carpool-decoder", os.MFD_CLOEXEC))
+            return cls(moved(os.memfd_create("carpool-decoder", os.MFD_CLOEXEC)))
         with tempfile.TemporaryFile() as file:  # not on Linux
-            return cls(os.dup(file.fileno()))
+            return cls(moved(os.dup(file.fileno())))
 
     def space(self, size_bytes: int) -> memoryview:
         """The first bytes of it. What was there before stays only where it is not written to."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from carpool_worker.model_process import frames
+from carpool_worker.model_process.apart import set_apart
 from carpool_worker.model_process.decoding.exchange import SharedMemory, Written
 from carpool_worker.model_process.frames import Failure, MessageReader, ProcessGoneError, StrayBytesError
 
@@ -68,7 +69,8 @@ class DecoderProcess:
             env=_environment(),
         )
         theirs.close()
-        self._sock, self._reader = ours, MessageReader(ours)
+        self._sock = set_apart(ours.detach())
+        self._reader = MessageReader(self._sock)
         try:
             kind, *fields = self._reader.receive()[0]
         except ProcessGoneError:
