@@ -16,6 +16,7 @@ from PIL import Image
 
 from carpool import TensorSpec
 
+FETCH_S: Final = 0.02
 SIDE: Final = 224  # pixels of the square that the network would take
 
 
@@ -69,3 +70,39 @@ class Processes(Threads):
     """Decodes in processes of their own."""
 
     decode_in = "processes"
+
+
+# --- bodies that name what is elsewhere --------------------------------------------------------------------
+
+
+def fetched(name: bytes) -> bytes:
+    """What an object store has under this name. It takes FETCH_S and no CPU."""
+    time.sleep(FETCH_S)
+    return name
+
+
+class FetchingBefore(Device):
+    """Fetches in `preprocess`, one after the other."""
+
+    def preprocess(self, names: list[bytes]) -> list[bytes]:
+        """Names -> what they name."""
+        return [fetched(name) for name in names]
+
+    def predict(self, batch: list[bytes]) -> list[list[int]]:
+        """See Device."""
+        return self.compute(len(batch))
+
+
+class FetchingBeside(Device):
+    """Fetches in threads, beside the batches."""
+
+    decode_in = "threads"
+    decode_workers = Threads.decode_workers
+
+    def decode(self, name: bytes) -> bytes:
+        """A name -> what it names."""
+        return fetched(name)
+
+    def predict(self, batch: list[bytes]) -> list[list[int]]:
+        """See Device."""
+        return self.compute(len(batch))
