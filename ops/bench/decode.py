@@ -176,7 +176,8 @@ Load average before: {load}.
 
 ## Images
 
-JPEGs of {WIDTH} x {HEIGHT}, about {size_bytes // 1024} KiB each, made {SIDE} x {SIDE} x 3 by Pillow, which took
+JPEGs of {WIDTH} x {HEIGHT}, about {size_bytes // 1024} KiB,
+made {SIDE} x {SIDE} x 3 by Pillow, which took
 at least {each_ms:.1f} ms; in batches of {size}.
 
 {table(IMAGES_OF_1080P, images)}
