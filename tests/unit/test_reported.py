@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from carpool.wire.report import BatcherReport, Gauges
-from carpool_cli.tuning.reported import has_transit, with_transit
+from carpool_cli.tuning.simulate import has_transit, with_transit
 from carpool_cli.tuning.simulator import World
 
 
