@@ -32,7 +32,7 @@ import msgpack
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
-from carpool.messages.settled import ExecutedOf
+from carpool.messages.settled import BatchSettled, ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.in_flight import DecidedDispatches
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
@@ -358,12 +358,16 @@ class Recorded(Batcher):
             if run.sequence is not None and self._choice.random() < 0.04
         ]
 
+        size = sum(len(run) for run in dispatch.runs)
+        event = BatchSettled(
+            batch_id, "", size, compute_us if executed else 0, settled_us, executed, waited_us,
+            broken=broken, of_producers=failing,
+        )  # fmt: skip
+
         def settle() -> None:
             if batch_id in self.in_flight and batch_id in self.scheduler.in_flight.batches:
                 del self.in_flight[batch_id]
-                self.scheduler.in_flight.settle(
-                    batch_id, compute_us if executed else 0, settled_us, executed, waited_us, broken, failing
-                )
+                self.scheduler.in_flight.settle(event)
 
         self._at(settled_us - START_US + TRANSIT_US, settle)
 

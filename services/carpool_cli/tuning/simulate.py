@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
@@ -27,7 +27,14 @@ from carpool_cli.tuning.calibrate import ROUND_TRIP_DEFAULT, measured
 from carpool_cli.tuning.curve import line_through
 from carpool_cli.tuning.live import UnavailableModelError, connected, read_live_model, record, run_command
 from carpool_cli.tuning.observed import GUESSED_SHARE_MIN, ObservedSizes, observed_sizes
-from carpool_cli.tuning.simulator import Simulation, SimulationResult, World, lognormal, normal
+from carpool_cli.tuning.simulator import (
+    Simulation,
+    SimulationResult,
+    World,
+    has_transit,
+    normal,
+    with_transit,
+)
 
 INTERCEPT_MS, SLOPE_MS = 5.0, 0.05  # without --model
 ROUND_TRIP_MS, ROUND_TRIP_SLOPE_MS = (
@@ -246,28 +253,6 @@ def _subject(settings: SimulateSettings) -> _Subject:
     if settings.has_trip or not has_transit(report):
         return _Subject(model, world, observed, None)
     return _Subject(model, with_transit(world, report), observed, report)
-
-
-def has_transit(report: BatcherReport | None) -> TypeGuard[BatcherReport]:
-    """Whether batches have settled since this batcher took over, so that it knows the transit."""
-    return report is not None and report.transit_us[0] > 0
-
-
-def with_transit(world: World, report: BatcherReport) -> World:
-    """This world with the transit and delays that a batcher reports, whatever the size of a batch.
-
-    Transit has a lognormal distribution through what half and nine of ten batches took.
-    """
-    usual_us, at_most_us = report.transit_us
-    in_us, late_us = report.delays_us
-    return world._replace(
-        out_us=usual_us // 2,
-        back_us=usual_us - usual_us // 2,
-        round_trip_slope_us=0.0,
-        round_trip_spread=lognormal(at_most_us / max(1, usual_us)),
-        in_us=in_us,
-        late_us=late_us,
-    )
 
 
 def _expiration_us(settings: SimulateSettings, model: ModelSettings) -> int | None:
