@@ -209,18 +209,12 @@ class Session:
             if batch is None:
                 continue
             settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
+            if settled_us != event.settled_us:  # this process's copy of Redis's clock is a little off
+                event = event._replace(settled_us=settled_us)
             if is_awaited:
                 scheduler.learned.observe_delivery(now_us - settled_us)
-            self._observer.settled(event, batch, settled_us)
-            scheduler.in_flight.settle(
-                event.batch_id,
-                event.compute_us + event.overhead_us,
-                settled_us,
-                event.executed,
-                event.waited_us,
-                event.broken,
-                event.of_producers,
-            )
+            self._observer.settled(event, batch)
+            scheduler.in_flight.settle(event)
 
     def _admit(self) -> Generator[None, None, tuple[list[Refusal], list[Entry]]]:
         """Offer requests of the backlog to the scheduler. Returns the refusals, and entries to remove."""

@@ -33,6 +33,7 @@ from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
 from carpool_batcher.core.waiting.lane import NEVER_US
 from carpool_batcher.core.waiting.lane_index import Claim, Gate
 from carpool_batcher.core.waiting.withdrawals import PAUSE_US
+from support.scheduler_harness import settle
 
 MAX_BATCH_BYTES = 40  # small, so that batches reach it
 START_US = 1_000_000
@@ -257,8 +258,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.turnaround_us_max = max(self.turnaround_us_max, self.now_us - START_US + 1000)
         self.polled, self.closed_until_us = False, 0
         curve = self.scheduler.learned.latency.curve
-        self.scheduler.in_flight.settle(batch_id, compute_us, self.now_us, executed)
-        self.scheduler.in_flight.settle(batch_id, compute_us, self.now_us, executed)  # again: has no effect
+        settle(self.scheduler, batch_id, compute_us, self.now_us, executed=executed)
+        settle(self.scheduler, batch_id, compute_us, self.now_us, executed=executed)  # again: has no effect
         if not compute_us or executed == 0:
             assert self.scheduler.learned.latency.curve is curve, "only what was executed teaches"
 

@@ -12,7 +12,7 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.core.waiting.withdrawals import PAUSE_US, Withdrawn
-from support.scheduler_harness import run
+from support.scheduler_harness import run, settle
 
 WAITING = 1000
 MANY = ModelSettings(max_queue_size=10 * WAITING)
@@ -146,14 +146,14 @@ def test_stream_in_flight_is_cancelled_once() -> None:
     assert cancelled(scheduler) == [("1", "a"), ("3", "a")]
     withdraw(scheduler, "a")
     assert cancelled(scheduler) == []
-    scheduler.in_flight.settle("1", 0, 0)
+    settle(scheduler, "1", 0, 0)
     withdraw(scheduler, "b")
     assert cancelled(scheduler) == [("2", "b")]
 
 
 def test_settled_stream_is_not_cancelled_and_not_remembered() -> None:
     scheduler = stepping_with_in_flight("a", "b")
-    scheduler.in_flight.settle("1", 0, 0)
+    settle(scheduler, "1", 0, 0)
     scheduler.in_flight.forget("2", 0)
     withdraw(scheduler, "a", "b")
     assert cancelled(scheduler) == []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from carpool.messages.batches import Dispatch
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
-from carpool.messages.settled import ExecutedOf
+from carpool.messages.settled import BatchSettled
 from carpool.model_settings import ModelKind
 from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.capacity import Capacity
@@ -77,28 +77,15 @@ class BatchesInFlight:
         if dispatch.process:
             self._processes.begin_batch(dispatch.process)
 
-    def settle(
-        self,
-        batch_id: str,
-        compute_us: int,
-        settled_us: int,
-        executed: int | None = None,
-        waited_us: int = 0,
-        broken: Sequence[str] = (),
-        of_producers: Sequence[ExecutedOf] = (),
-    ) -> None:
-        """A batch was committed at `settled_us`. `executed` of its requests (None: all) were executed
-        together in `compute_us`; 0 if its execution was not a normal one. It had waited `waited_us` for a
-        model process (see `BatchSettled`). `broken`: the IDs of sequences whose requests in it did not
-        succeed. `of_producers`: those of whose requests not all were executed. One that is not in flight is
-        ignored."""
-        for run in self._runs_of_sequences(batch_id):
+    def settle(self, event: BatchSettled) -> None:
+        """A batch was committed. One that is not in flight is ignored."""
+        for run in self._runs_of_sequences(event.batch_id):
             assert run.sequence is not None
-            self._sequences.settle(run, is_broken=run.sequence.sequence_id in broken)
-        batch = self._end(batch_id)
+            self._sequences.settle(run, is_broken=run.sequence.sequence_id in event.broken)
+        batch = self._end(event.batch_id)
         if batch is not None:
-            self._learned.observe(batch, compute_us, settled_us, executed, waited_us, of_producers)
-            self._capacity.end(batch_id, settled_us)
+            self._learned.observe(batch, event)
+            self._capacity.end(event.batch_id, event.settled_us)
 
     def forget(self, batch_id: str, now_us: int) -> None:
         """A batch is no longer in Redis, and it is unknown how long it took."""

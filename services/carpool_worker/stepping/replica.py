@@ -256,9 +256,9 @@ class StepReplica(ReplicaLoop[Execution]):
         self._steps += 1
         if step.has_stepped:
             self._metrics.stepped(step.step_us)
-        self._follow_failures(step)
+        self._observe_failures(step)
 
-    def _follow_failures(self, step: Step) -> None:
+    def _observe_failures(self, step: Step) -> None:
         """Retire the process if nothing that it steps succeeds, not even the example."""
         now_s = time.monotonic()
         for advance in step.advances:

@@ -89,6 +89,11 @@ class BatchSettled(NamedTuple):
     failures: Failures | None = None
     of_producers: Sequence[ExecutedOf] = ()
 
+    @property
+    def occupied_us(self) -> int:
+        """For how long the batch occupied its model process; 0 if its execution was not a normal one."""
+        return self.compute_us + self.overhead_us
+
 
 class ModelProcessesChanged(NamedTuple):
     """A model process joined or left."""
