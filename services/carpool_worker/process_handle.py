@@ -23,6 +23,7 @@ from carpool.descriptors import wait_until_ready
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.prometheus import OF_WEB_PROGRAMS
 from carpool_worker.devices import with_threads
+from carpool_worker.model_process.configuration import CONFIGURATION, Configuration
 from carpool_worker.model_process.frames import (
     Again,
     Ending,
@@ -77,12 +78,15 @@ class ProcessHandle:
         device: str,
         load_s_max: float | None = None,
         *,
+        configuration: Configuration | None = None,
         processes: int = 1,
         worker: str = "",
     ) -> None:
-        """`load_s_max`: how long the model may take to load; None: without a limit. `processes`: how many
-        share the CPUs, this one included. `worker`: the name of the replica, for the log."""
+        """`load_s_max`: how long the model may take to load; None: without a limit. `configuration`: what it
+        is loaded with. `processes`: how many share the CPUs, this one included. `worker`: the name of the
+        replica, for the log."""
         self._location = location
+        self._configuration = (configuration or Configuration()).encode()
         self._worker = worker
         self.device = device
         self._load_s_max = load_s_max
@@ -129,6 +133,7 @@ class ProcessHandle:
         self._unanswered.clear()
         self._backlog.clear()
         self._spawned_s, self._ended_because = time.monotonic(), ""
+        self.send_message((CONFIGURATION,), self._configuration)
 
     def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises ModelLoadError."""
@@ -136,7 +141,10 @@ class ProcessHandle:
             self.check_loading()
             left_s = self._load_s_left()
             assert self.descriptor is not None  # it was started
-            wait_until_ready([self.descriptor], [], _ALIVE_S if left_s is None else min(_ALIVE_S, left_s))
+            writers = [self.descriptor] if self.has_backlog else []
+            wait_s = _ALIVE_S if left_s is None else min(_ALIVE_S, left_s)
+            if wait_until_ready([self.descriptor], writers, wait_s)[1]:
+                self.flush()
         return ready
 
     def receive_ready(self) -> Ready | None:
