@@ -43,6 +43,7 @@ from carpool_worker.model_process.frames import (
 _SOCKET_BYTES: Final = 4 * 1024 * 1024  # two batches of tensors, so that sending seldom blocks
 STOP_S: Final = 10.0
 _ALIVE_S: Final = 0.5  # how often it is looked, while a model is loaded, whether its process is alive
+_OF_THE_WORKER: Final = ("CARPOOL_REDIS_", "CARPOOL_PARAM")  # what these variables begin with
 _WROTE: Final = "its model wrote into the connection to its worker"
 Message = TypeVar("Message")
 
@@ -355,9 +356,10 @@ class ProcessHandle:
 
 
 def _environment() -> dict[str, str]:
-    """The variables of a model process: not how its worker signs in to Redis. In their place is the address
-    that a model may use, if there is one. `Client()` and `AsyncClient()` read these two, and no others."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_REDIS_")}
+    """The variables of a model process: not how its worker signs in to Redis, nor parameters, which processes
+    that the model starts would get as well. In place of the former is the address that a model may use, if
+    there is one. `Client()` and `AsyncClient()` read these two, and no others."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_WORKER)}
     own |= OF_WEB_PROGRAMS  # a model may use prometheus-client itself
     own["CARPOOL_MODEL_PROCESS"] = "1"
     if url := own.get("CARPOOL_MODEL_REDIS_URL"):

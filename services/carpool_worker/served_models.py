@@ -75,26 +75,35 @@ def served_models(
         if names.count(name) > 1:
             raise ValueError(f"two models are named {name}; write NAME=MODEL to rename one")
     divided = _divide(options, names)
-    served = []
-    for name, spec, entry in named:
-        own = divided[name]
-        configuration = Configuration(
-            parameters={**entry.parameters, **_parameters(own)},
-            settings={**entry.settings, **_settings(own)},
-            folder=entry.folder,
-        )
-        found = devices(device or entry.device or "auto", replicas or entry.replicas or 1)
-        served.append(
-            ServedModel(
-                name=name,
-                location=entry.location,
-                configuration=configuration,
-                devices=found,
-                spec=spec,
-                options=own,
-            )
-        )
-    return served
+    return [
+        served_model(name, entry, divided[name], spec=spec, replicas=replicas, device=device)
+        for name, spec, entry in named
+    ]
+
+
+def served_model(
+    name: str,
+    entry: Entry,
+    options: ModelOptions,
+    *,
+    spec: str = "",
+    replicas: int | Literal["auto"] | None = None,
+    device: str | None = None,
+) -> ServedModel:
+    """A model that is declared, with what the options of this model alone say of it. Raises ValueError."""
+    configuration = Configuration(
+        parameters={**entry.parameters, **_parameters(options)},
+        settings={**entry.settings, **_settings(options)},
+        folder=entry.folder,
+    )
+    return ServedModel(
+        name=name,
+        location=entry.location,
+        configuration=configuration,
+        devices=devices(device or entry.device or "auto", replicas or entry.replicas or 1),
+        spec=spec,
+        options=options,
+    )
 
 
 # --- names -------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def _problem(declared: _Declared, given: Parameter, error: ValueError) -> str:
     name = f"the parameter {declared.name}"
     if given.is_secret or declared.is_secret:  # what pydantic says may quote it
         return f"{name} ({given.source}) must be of the type {_type_name(declared.type)}"
-    found = getattr(error, "errors", list)()
+    found: list[Any] = getattr(error, "errors", list)()
     message = str(found[0]["msg"]) if found else str(error)
     message = message.removeprefix("Value error, ").replace("Input should", "must", 1)
     message = message.partition(", unable to")[0]  # after it, what it is: a text
