@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import json
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -279,8 +281,6 @@ def load(tmp_path: Path, restored_imports: None) -> Callable[..., Any]:
 
 @pytest.fixture
 def restored_imports() -> Iterator[None]:
-    import sys
-
     path, modules, argv = list(sys.path), set(sys.modules), sys.argv
     yield
     sys.path[:] = path
@@ -297,8 +297,6 @@ def test_model_is_loaded_with_its_parameters(load: Callable[..., Any]) -> None:
 
 
 def test_nothing_is_loaded_if_a_parameter_is_wrong(load: Callable[..., Any]) -> None:
-    import sys
-
     with pytest.raises(UnusableError, match="must be a valid boolean"):
         load("Classifier", weights="a.pt", fail="perhaps")
     assert sys.modules["carpool_test_parameters"].loaded == []
@@ -328,6 +326,20 @@ def test_settings_from_outside_replace_those_of_the_model(load: Callable[..., An
         load("Steps", {"policy": "deferred"}, times="3")
     with pytest.raises(UnusableError, match="max_batch_size cannot be set: len takes no attributes"):
         load_configured("builtins:len", "cpu", Configuration(settings={"max_batch_size": "2"}))
+
+
+def test_a_model_without_parameters_imports_no_pydantic(tmp_path: Path) -> None:
+    """Which takes a model process 0.1 s and some megabytes."""
+    (tmp_path / "m.py").write_text(textwrap.dedent(MODELS).replace("from pydantic import SecretStr", ""))
+    program = (
+        "import sys\n"
+        "from carpool_worker.model_process.main import load_configured\n"
+        "load_configured('m.py:double', 'cpu')\n"
+        "assert 'pydantic' not in sys.modules\n"
+        "load_configured('m.py:Grows', 'cpu')\n"
+        "assert 'pydantic' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, check=True)
 
 
 def test_configuration_arrives_as_it_was_sent() -> None:
