@@ -123,26 +123,38 @@ def _keywords(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _declared(
-    name: str, function: Callable[..., Any], keywords: Sequence[inspect.Parameter]
+    function_name: str, function: Callable[..., Any], keywords: Sequence[inspect.Parameter]
 ) -> Iterator[tuple[str, _Declared]]:
     """One whose type nothing can be read for is no parameter if it has a default."""
-    try:
-        types = typing.get_type_hints(function, include_extras=True)
-    except NameError as error:
-        raise UnusableError(
-            f"the types of the arguments of {name!r} cannot be read: {error}. They are needed when the model "
-            "is loaded: import them outside of `if TYPE_CHECKING`"
-        ) from None
     for keyword in keywords:
-        kind = types.get(keyword.name, _type_of_default(keyword.default))
-        adapter = _adapter(kind)
+        try:
+            kind = _type_of(keyword, function)
+            adapter, why = _adapter(kind), f"no value can be read for the type {_type_name(kind)}"
+        except (NameError, AttributeError, SyntaxError, TypeError) as error:
+            kind, adapter, why = (
+                None,
+                None,
+                f"its type {keyword.annotation!r:.80} is not known there, {error}",
+            )
         if adapter is not None:
             yield keyword.name, _Declared(keyword.name, kind, keyword.default, adapter)
         elif keyword.default is keyword.empty:
             raise UnusableError(
-                f"the argument {keyword.name!r} of {name!r} has the type {_type_name(kind)}, which no value "
-                "can be read for: use str, int, float, bool, Path, an Enum, a Literal, or a list of these"
+                f"the argument {keyword.name!r} of {function_name!r} cannot be a parameter: {why}; use str, "
+                "int, float, bool, Path, an Enum, a Literal, or a list of these, or give it a default"
             )
+
+
+def _type_of(keyword: inspect.Parameter, function: Callable[..., Any]) -> Any:
+    """The type of an argument. An annotation that is a text is evaluated where the function was defined."""
+    if keyword.annotation is keyword.empty:
+        return _type_of_default(keyword.default)
+
+    def annotated() -> None: ...
+
+    annotated.__annotations__ = {keyword.name: keyword.annotation}
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    return typing.get_type_hints(annotated, names, include_extras=True)[keyword.name]
 
 
 def _type_of_default(default: Any) -> Any:
