@@ -48,6 +48,7 @@ replicas = 2
 numbers = [3, 1, 2]
 """
 SECRET: Final = "s3cret-of-this-test"  # noqa: S105
+LONG: Final = 1_000_000  # bytes: more than a socket takes at once
 
 
 @pytest.fixture
@@ -74,17 +75,19 @@ def test_one_class_with_different_parameters_is_two_models(stack: Stack, folder:
     secret = ("--param-file", f"token={folder / 'token'}")
     given = ("--param", f"weights={folder / 'small.txt'}", *secret, "--set", "max_batch_size=2")
     small = stack.worker(f"small={where}", *given, ready=False)
-    large = stack.worker(f"large={where}", "--param", f"large.weights={folder / 'large.txt'}", ready=False)
+    (folder / "long").write_text("x" * LONG)
+    given = ("--param", f"large.weights={folder / 'large.txt'}", "--param-file", f"token={folder / 'long'}")
+    large = stack.worker(f"large={where}", *given, ready=False)
     wrong = stack.worker(f"wrong={where}", "--param", "weight=1", "--param", "times=many", ready=False)
     for name in ("small", "large"):
         stack.wait_for_model(name)
     with Client(stack.url, timeout=30) as client:
-        assert client.infer("small", 1) == ["small", len(SECRET), 2]
-        assert client.infer("large", 1) == ["large", 0, 4]
-        (process,) = small.children()
-        os.kill(process, signal.SIGKILL)
-        assert client.infer("small", 1) == ["small", len(SECRET), 2]
-        small.wait_for("model process replaced")
+        for worker, name, length, size in ((small, "small", len(SECRET), 2), (large, "large", LONG, 4)):
+            assert client.infer(name, 1) == [name, length, size]
+            (process,) = worker.children()
+            os.kill(process, signal.SIGKILL)
+            worker.wait_for("model process replaced")
+            assert client.infer(name, 1) == [name, length, size]
     shown = {"weights": str(folder / "small.txt"), "token": "***", "times": "1"}
     assert of_models(stack)["small"]["parameters"] == shown
     page = carpool(stack.url, "models").stdout
