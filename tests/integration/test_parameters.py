@@ -76,8 +76,13 @@ def test_one_class_with_different_parameters_is_two_models(stack: Stack, folder:
     given = ("--param", f"weights={folder / 'small.txt'}", *secret, "--set", "max_batch_size=2")
     small = stack.worker(f"small={where}", *given, ready=False)
     (folder / "long").write_text("x" * LONG)
-    given = ("--param", f"large.weights={folder / 'large.txt'}", "--param-file", f"token={folder / 'long'}")
-    large = stack.worker(f"large={where}", *given, ready=False)
+    of_large = (
+        "--param",
+        f"large.weights={folder / 'large.txt'}",
+        "--param-file",
+        f"token={folder / 'long'}",
+    )
+    large = stack.worker(f"large={where}", *of_large, ready=False)
     wrong = stack.worker(f"wrong={where}", "--param", "weight=1", "--param", "times=many", ready=False)
     for name in ("small", "large"):
         stack.wait_for_model(name)
