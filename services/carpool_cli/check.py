@@ -10,7 +10,6 @@ import signal
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, cycle, islice
 from math import isclose, isnan
@@ -24,8 +23,8 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from carpool.errors import OK, CarpoolError, Unhealthy
 from carpool.messages.requests import JSON, RAW
 from carpool.messages.results import Result
-from carpool.plugins import UnusableError, reason_of
-from carpool.settings import Devices, read_settings
+from carpool.plugins import UnusableError
+from carpool.settings import Devices, ModelSource, read_settings
 from carpool.shown import complain
 from carpool.text_files import read_text
 from carpool.wire.bodies import decode_result, encode_body
@@ -33,10 +32,9 @@ from carpool.wire.content_types import ACCEPT, is_value
 from carpool.wire.tensors import WIDTHS, from_bytes
 from carpool_cli.infer import BodySettings, read_body
 from carpool_cli.screen import Screen, build_table, clip, count, duration
-from carpool_worker.devices import devices
 from carpool_worker.dry_run import UNFINISHED, DryRun, Tried
-from carpool_worker.model_process.loader import find_model, model_name
-from carpool_worker.model_process.model import LoadedModel, SteppingModel, load_model
+from carpool_worker.model_process.model import LoadedModel, LoadError, SteppingModel, load_configured
+from carpool_worker.served_models import ServedModel, served_models
 
 TIMED_S: Final = 0.5  # for which each batch size is repeated
 TIMED_RUNS_MAX: Final = 200
@@ -49,7 +47,7 @@ LINES_SUFFIX: Final = ".jsonl"
 Sizes = Mapping[int, Tried]  # by the number of requests in a batch
 
 
-class CheckSettings(BodySettings):
+class CheckSettings(ModelSource, BodySettings):
     """Load a model in this process, and execute BODY alone and in batches. Needs no Redis.
 
     BODY is JSON; text that is not JSON is a JSON string. @FILE is the contents of a file, and of a FILE.jsonl
@@ -60,7 +58,8 @@ class CheckSettings(BodySettings):
     model_config = SettingsConfigDict(cli_parse_none_str="\0")
 
     model: CliPositionalArg[str] = Field(
-        description="module:Name, path/file.py:Name, onnx:FILE, or a ready-made model, as for `carpool up`"
+        description="module:Name, path/file.py:Name, onnx:FILE, a ready-made model, or FILE.toml:NAME, as "
+        "for `carpool up`"
     )
     body: CliPositionalArg[str] = Field(description="JSON, text, @FILE, @FILE.jsonl or -")
     device: Devices = "auto"
@@ -77,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(CheckSettings, argv, "carpool check")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C is an exception in the model
     try:
-        name, location = model_name(settings.model)
+        model = _one_model(settings)
         requests = _requests(settings)
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
@@ -85,12 +84,20 @@ def main(argv: Sequence[str]) -> int:
         return _failed(str(error))
     screen = Screen(sys.stdout)
     try:
-        model = _load(screen, name, location, devices(settings.device, 1)[0])
-        return _check(screen, model, requests)
+        return _check(screen, _load(screen, model), requests)
     except _NotCheckedError as error:
         return _failed(str(error))
     except Unhealthy as error:
         return _failed(f"the model says that nothing works any more in its process: {error}")
+
+
+def _one_model(settings: CheckSettings) -> ServedModel:
+    """The model to try out. Raises ValueError."""
+    models = served_models([settings.model], settings.options, replicas=1, device=settings.given("device"))
+    if len(models) > 1:
+        names = " or ".join(f"{settings.model}:{model.name}" for model in models)
+        raise ValueError(f"{settings.model} has several models; name one: {names}")
+    return models[0]
 
 
 class _NotCheckedError(Exception):
@@ -137,18 +144,21 @@ def _bodies(argument: str, content_type: str) -> list[Any]:
     return bodies
 
 
-def _load(screen: Screen, name: str, location: str, device: str) -> LoadedModel | SteppingModel:
+def _load(screen: Screen, served: ServedModel) -> LoadedModel | SteppingModel:
     started_s = time.monotonic()
+    name, device = served.name, served.devices[0]
     try:
-        model = load_model(find_model(location), device)
+        model = load_configured(served.location, device, served.configuration)
     except UnusableError as error:
         raise _NotCheckedError(str(error)) from None
-    except BaseException as error:  # the user's own code, which may call sys.exit; so the traceback helps
-        traceback.print_exc()
-        raise _NotCheckedError(f"{name} cannot be loaded: {reason_of(error)}") from None
+    except LoadError as error:  # raised by the user's own code, so the traceback helps
+        complain(error.trace.rstrip())
+        raise _NotCheckedError(f"{name} cannot be loaded: {error}") from None
     loaded = f"{name}: loaded on {device} in {duration(time.monotonic() - started_s)}"
     inputs = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in model.inputs)
     screen.print(f"{loaded}; {f'takes {inputs}' if inputs else 'declares no tensors'}")
+    if model.parameters:
+        screen.print(f"with {', '.join(f'{name}={text}' for name, text in model.parameters.items())}")
     for attribute, setting in model.misspelt.items():
         screen.print(f"{attribute} is not a setting and has no effect; did you mean {setting}?")
     return model

@@ -22,7 +22,7 @@ from carpool.store.declarations import Declarations
 from carpool.store.directory import Directory, take_snapshot
 from carpool.store.eviction import eviction_warning
 from carpool.store.unregistered import Unserved, find_unregistered
-from carpool.wire.registration import describe_differing, differing
+from carpool.wire.registration import decode_parameters, describe_differing, differing
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table, duration
@@ -52,6 +52,7 @@ class ModelsSettings(ConnectionSettings):
     failed      requests that workers answered with errors, and what the model raised last, below the table
     refused     requests that the batcher answered with errors, by status and reason, below the table
     settings    those that workers declare differently, as during an update, below the table
+    parameters  what the model was loaded with, below the table; secrets are hidden
     sequences   those kept, as the batcher reports them, of all slots where the model binds them to its
                 processes (processes x max_batch_size), and those that wait to start
 
@@ -92,6 +93,7 @@ class ModelState(NamedTuple):
     delayed: int | None = None  # of these, the ones that must not be dispatched yet (`not_before`)
     # Of what workers declare differently how many declare which value.
     differing: Mapping[str, Mapping[str, int]] = {}
+    parameters: Mapping[str, str] = {}  # what it was loaded with, as text; secrets are hidden
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -180,6 +182,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         report.gauges.waiting if report else None,
         report.gauges.delayed if report else None,
         read_differing(link, keys),
+        decode_parameters(snapshot.registration),
     )
 
 
@@ -227,12 +230,22 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
                 f"\nThe batcher rejects the settings of {state.model} and serves it with others: "
                 f"{printable(state.rejected_settings)}"
             )
+        if state.parameters:
+            screen.print(f"\nParameters of {state.model}: {_parameters(state.parameters)}")
         if state.differing:
             screen.print(f"\n{describe_workers(state.model, state.differing)}")
         if state.failed:
             screen.print(f"\nRequests of {state.model} that failed: {_failures(state)}")
         if state.refused:
             screen.print(f"\nRequests of {state.model} that the batcher refused: {_numbers(state.refused)}")
+
+
+def _parameters(parameters: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={text}" for name, text in map(_printable_pair, parameters.items()))
+
+
+def _printable_pair(pair: tuple[str, str]) -> tuple[str, str]:
+    return printable(pair[0]), printable(pair[1])
 
 
 def _refused_only(answered: Mapping[str, int]) -> dict[str, int]:

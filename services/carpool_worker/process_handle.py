@@ -23,6 +23,7 @@ from carpool.descriptors import wait_until_ready
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.prometheus import OF_WEB_PROGRAMS
 from carpool_worker.devices import with_threads
+from carpool_worker.model_process.configuration import CONFIGURATION, Configuration
 from carpool_worker.model_process.frames import (
     Again,
     Ending,
@@ -42,6 +43,7 @@ from carpool_worker.model_process.frames import (
 _SOCKET_BYTES: Final = 4 * 1024 * 1024  # two batches of tensors, so that sending seldom blocks
 STOP_S: Final = 10.0
 _ALIVE_S: Final = 0.5  # how often it is looked, while a model is loaded, whether its process is alive
+_OF_THE_WORKER: Final = ("CARPOOL_REDIS_", "CARPOOL_PARAM")  # what these variables begin with
 _WROTE: Final = "its model wrote into the connection to its worker"
 Message = TypeVar("Message")
 
@@ -77,12 +79,15 @@ class ProcessHandle:
         device: str,
         load_s_max: float | None = None,
         *,
+        configuration: Configuration | None = None,
         processes: int = 1,
         worker: str = "",
     ) -> None:
-        """`load_s_max`: how long the model may take to load; None: without a limit. `processes`: how many
-        share the CPUs, this one included. `worker`: the name of the replica, for the log."""
+        """`load_s_max`: how long the model may take to load; None: without a limit. `configuration`: what it
+        is loaded with. `processes`: how many share the CPUs, this one included. `worker`: the name of the
+        replica, for the log."""
         self._location = location
+        self._configuration = (configuration or Configuration()).encode()
         self._worker = worker
         self.device = device
         self._load_s_max = load_s_max
@@ -129,6 +134,7 @@ class ProcessHandle:
         self._unanswered.clear()
         self._backlog.clear()
         self._spawned_s, self._ended_because = time.monotonic(), ""
+        self.send_message((CONFIGURATION,), self._configuration)
 
     def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises ModelLoadError."""
@@ -136,7 +142,10 @@ class ProcessHandle:
             self.check_loading()
             left_s = self._load_s_left()
             assert self.descriptor is not None  # it was started
-            wait_until_ready([self.descriptor], [], _ALIVE_S if left_s is None else min(_ALIVE_S, left_s))
+            writers = [self.descriptor] if self.has_backlog else []
+            wait_s = _ALIVE_S if left_s is None else min(_ALIVE_S, left_s)
+            if wait_until_ready([self.descriptor], writers, wait_s)[1]:
+                self.flush()
         return ready
 
     def receive_ready(self) -> Ready | None:
@@ -347,9 +356,10 @@ class ProcessHandle:
 
 
 def _environment() -> dict[str, str]:
-    """The variables of a model process: not how its worker signs in to Redis. In their place is the address
-    that a model may use, if there is one. `Client()` and `AsyncClient()` read these two, and no others."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_REDIS_")}
+    """The variables of a model process: not how its worker signs in to Redis, nor parameters, which processes
+    that the model starts would get as well. In place of the former is the address that a model may use, if
+    there is one. `Client()` and `AsyncClient()` read these two, and no others."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_WORKER)}
     own |= OF_WEB_PROGRAMS  # a model may use prometheus-client itself
     own["CARPOOL_MODEL_PROCESS"] = "1"
     if url := own.get("CARPOOL_MODEL_REDIS_URL"):

@@ -52,6 +52,7 @@ from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.loading import LoadingNotice
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
+from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.registrar import Registrar
@@ -78,11 +79,12 @@ class Worker:
         lease_ms: int,
         metrics: WorkerMetrics,
         *,
+        configuration: Configuration | None = None,
         finish_streams: bool = False,
         load_s_max: float | None = None,
     ) -> None:
-        """`finish_streams`: when it drains, requests of a stepping model are finished, not handed over.
-        `load_s_max`: how long the model may take to load."""
+        """`configuration`: what the model is loaded with. `finish_streams`: when it drains, requests of a
+        stepping model are finished, not handed over. `load_s_max`: how long the model may take to load."""
         self._url = url
         self._finish_streams = finish_streams
         self._metrics = metrics
@@ -92,7 +94,12 @@ class Worker:
         self._name = new_process_name()
         self._processes = [
             ProcessHandle(
-                location, device, load_s_max, processes=len(devices), worker=replica_name(self._name, index)
+                location,
+                device,
+                load_s_max,
+                configuration=configuration,
+                processes=len(devices),
+                worker=replica_name(self._name, index),
             )
             for index, device in enumerate(devices)
         ]
@@ -140,7 +147,9 @@ class Worker:
             )
         for doubt in ModelSettings.from_mapping(ready.settings).doubts():
             self._log.warning("setting of the model may be a mistake", reason=doubt)
-        declared = encode_registration(ready.settings, ready.inputs, ready.outputs, ready.kind)
+        declared = encode_registration(
+            ready.settings, ready.inputs, ready.outputs, ready.kind, ready.parameters
+        )
         self._registrar = Registrar(self._name, declared)
         self._limit_batches(self._registrar)
         self._heartbeat = Heartbeat(

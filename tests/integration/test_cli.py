@@ -55,6 +55,24 @@ class Slow:
     def predict(self, batch):
         return batch
 """
+CONFIGURED: Final = """
+class Told:
+    max_batch_size = 3
+    def __init__(self, *, text: str, token: str = ""):
+        self.found = [text, len(token), self.max_batch_size]
+    def predict(self, batch):
+        return [self.found for _ in batch]
+"""
+MODELS_FILE: Final = """
+[models.a]
+object = "models.py:Told"
+replicas = 2
+parameters = { text = "of the file" }
+[models.b]
+object = "models:Told"
+parameters = { text = "of the file" }
+settings = { max_batch_size = 4 }
+"""
 START_S: Final = 280.0  # below the limit of a test, so that a command that hangs shows what it printed
 STOP_S: Final = 30.0
 
@@ -431,6 +449,26 @@ def test_up_exits_with_the_reason_if_a_model_cannot_be_loaded(tmp_path: Path) ->
         assert event["exception"].strip().endswith("OSError: no weights")
         assert "the worker of Broken ended with exit status 1" in started.text().splitlines()[-1]
         assert list(tmp_path.glob("carpool-*/*")) == []
+
+
+def test_up_serves_a_file_of_models_with_what_the_command_line_replaces(tmp_path: Path) -> None:
+    """Also after the worker of a model was restarted."""
+    (tmp_path / "models.py").write_text(CONFIGURED)
+    (tmp_path / "carpool.toml").write_text(MODELS_FILE)
+    (tmp_path / "token").write_text("s3cret-of-up\n")
+    flags = ["--param", "a.text=from a flag", "--param-file", "a.token=token", "--set", "b.max_batch_size=5"]
+    with up(tmp_path, "carpool.toml", *flags) as started:
+        assert re.search("a is served after .*: 2 processes, batches of up to 3", started.text())
+        assert re.search("b is served after .*: 1 process, batches of up to 5", started.text())
+        assert carpool(started.url, "infer", "a", "1").stdout == '["from a flag",12,3]\n'
+        assert carpool(started.url, "infer", "b", "1").stdout == '["of the file",0,5]\n'
+        os.kill(started.child("b=carpool.toml:b"), signal.SIGKILL)
+        started.wait_for("model served again")
+        assert carpool(started.url, "infer", "b", "1").stdout == '["of the file",0,5]\n'
+        for pid in started.descendants():
+            assert "s3cret" not in command_line(pid)
+        assert started.end() == 0
+        assert "s3cret" not in started.text()
 
 
 def test_up_exits_with_one_line_if_a_setting_is_invalid(tmp_path: Path) -> None:

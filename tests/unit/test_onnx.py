@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import structlog.testing
 
+from carpool.plugins import UnusableError
 from carpool.wire.tensors import Array, TensorSpec
+from carpool_worker.model_process.configuration import Configuration, Parameter
+from carpool_worker.model_process.model import load_configured
 from carpool_worker.models.onnx import OnnxModel, model_name
 from carpool_worker.models.onnx_signature import DATATYPES
 from support import magika_oracle, tiny_onnx
@@ -257,6 +260,16 @@ def test_batch_dimension_fixed_at_one_is_rejected(tmp_path: Path) -> None:
     error = load_error(tmp_path, tiny_onnx.identity(Value("image", [1, 3])))
     assert "cannot be batched" in error and "'image' is fixed at 1" in error
     assert f"execute each request alone with max_batch_size = 1 in {tmp_path}" in error
+
+
+def test_settings_from_outside_replace_those_beside_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.onnx"
+    path.write_bytes(tiny_onnx.identity(Value("image", [1, 3])))
+    path.with_suffix(".toml").write_text("max_batch_size = 8\nresult_ttl_ms = 5000\n")
+    model = load_configured(f"onnx:{path}", "cpu", Configuration(settings={"max_batch_size": "1"}))
+    assert (model.settings.max_batch_size, model.settings.result_ttl_ms) == (1, 5000)
+    with pytest.raises(UnusableError, match="sr cannot be given: an ONNX file takes no parameters"):
+        load_configured(f"onnx:{path}", "cpu", Configuration(parameters={"sr": Parameter("1", "", "")}))
 
 
 @pytest.mark.parametrize("first", [1, "N", None])

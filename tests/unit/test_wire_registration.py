@@ -97,7 +97,7 @@ def test_one_worker_registers_what_it_declares() -> None:
     own = declared(tensor="x", max_batch_size=4, tenant_weights={"gold": 4})
     assert combined(own, []) == own
     assert combined(own, [], declared(max_batch_size=64)) == own  # of a worker that is gone
-    assert set(own) | {"outputs"} == set(FIELDS)
+    assert set(own) | {"outputs", "parameters"} == set(FIELDS)
 
 
 def test_the_worker_that_registered_last_decides_what_has_no_order_while_one_declares_it() -> None:

@@ -14,9 +14,11 @@
     model            from a user's model to a loaded one
     loaded           a loaded model: its functions under one interface, and what it declares
     loader           from a model's name on the command line to the model
+    parameters       which a model declares, and the values for it
+    configuration    what a model is loaded with beside its object, as the worker sends it
     stepping         the package for models that generate step by step
     bound_executor   runs a model that binds sequences on the rows of all its slots
 
-`frames` and `stepping.frames` are the boundary, shared by both processes. Beside them the worker imports only
-`loader`, for the model's name, and `stepping.chunks`.
+`configuration`, `frames` and `stepping.frames` are the boundary, shared by both processes. Beside them the
+worker imports only `loader`, for the model's name, and `stepping.chunks`.
 """

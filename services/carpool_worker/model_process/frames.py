@@ -1,6 +1,7 @@
 """What crosses the boundary between a worker and its model process, used on both sides.
 
-A model process first sends the result of loading: Ready or LoadFailed. Then each frame that the worker sends
+A worker first sends what the model is loaded with (`configuration`), and the model process the result of
+loading: Ready or LoadFailed. Then each frame that the worker sends
 is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. Raised may come
 ahead of either, and Again ahead of an outcome, if the process wants the frame once more. A message is a
 msgpack header and a payload of raw bytes, over a socket pair.
@@ -21,6 +22,7 @@ import math
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
 import msgpack
@@ -80,6 +82,7 @@ class Ready(NamedTuple):
     misspelt: Mapping[str, str]  # attribute that has no effect -> the setting that was probably meant
     kind: ModelKind = ModelKind.PLAIN  # if STEPPING, what follows are the messages of `stepping.frames`
     initial_state: bytes = b""  # if STATEFUL: of a sequence that starts; states of all others are as long
+    parameters: Mapping[str, str] = MappingProxyType({})  # for people; secrets are hidden
 
 
 class LoadFailed(NamedTuple):
@@ -400,7 +403,8 @@ def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
         [(spec.name, spec.datatype, spec.shape) for spec in specs]
         for specs in (result.inputs, result.outputs)
     )
-    send_message(sock, (_READY, result.settings, inputs, outputs, *result[3:]))
+    parameters = dict(result.parameters)
+    send_message(sock, (_READY, result.settings, inputs, outputs, *result[3:-1], parameters))
 
 
 def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
@@ -408,7 +412,7 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
     kind, *fields = header
     if kind == _LOAD_FAILED:
         return LoadFailed(*fields)
-    settings, inputs, outputs, wants_requests, misspelt, model_kind, initial_state = fields
+    settings, inputs, outputs, wants_requests, misspelt, model_kind, initial_state, parameters = fields
     return Ready(
         settings,
         tuple(TensorSpec(*spec) for spec in inputs),
@@ -417,6 +421,7 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
         misspelt,
         ModelKind(model_kind),
         initial_state,
+        parameters,
     )
 
 

@@ -43,6 +43,7 @@ class Declarations:
     outputs: tuple[TensorSpec, ...] = ()
     settings: ModelSettings = field(default_factory=ModelSettings)
     misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that has no effect -> setting
+    parameters: Mapping[str, str] = field(default_factory=dict)  # for people; secrets are hidden
 
 
 @dataclass(slots=True)
@@ -110,6 +111,7 @@ def description_of(model: LoadedModel | SteppingModel) -> Ready:
         dict(model.misspelt),
         kind_of(model),
         b"" if isinstance(model, SteppingModel) else model.initial_state,
+        dict(model.parameters),
     )
 
 

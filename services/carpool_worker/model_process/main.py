@@ -17,7 +17,6 @@ import secrets
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from functools import partial
 from typing import Final, NoReturn
@@ -25,14 +24,14 @@ from typing import Final, NoReturn
 from carpool.errors import Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
-from carpool.plugins import UnusableError, reason_of
+from carpool.plugins import UnusableError
 from carpool.shown import shortened
 from carpool_worker.model_process import frames
+from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.frame_loop import FrameLoop
 from carpool_worker.model_process.frames import LoadFailed, Raised
 from carpool_worker.model_process.loaded import description_of
-from carpool_worker.model_process.loader import find_model
-from carpool_worker.model_process.model import SteppingModel, load_model
+from carpool_worker.model_process.model import LoadError, SteppingModel, load_configured
 from carpool_worker.model_process.printed import show_output
 from carpool_worker.model_process.raised import RaisedLog
 from carpool_worker.model_process.stepping.loop import StepLoop
@@ -57,12 +56,15 @@ def main(argv: Sequence[str]) -> int:
     configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model", model=name, worker=worker)
     show_output()
     try:
-        model = load_model(find_model(location), device)
+        _, payload = frames.MessageReader(sock).receive()  # the next message is for a model that is loaded
+        model = load_configured(location, device, Configuration.decode(payload))
     except UnusableError as error:
         frames.send_load_result(sock, LoadFailed(str(error), trace=""))
         return 1
-    except BaseException as error:  # raised by the user's own code, so the traceback helps
-        frames.send_load_result(sock, LoadFailed(reason_of(error), shortened(traceback.format_exc())))
+    except LoadError as error:
+        frames.send_load_result(sock, LoadFailed(str(error), shortened(error.trace)))
+        return 1
+    except frames.ProcessGoneError:  # the worker ended
         return 1
     frames.send_load_result(sock, description_of(model))
     raised = RaisedLog(partial(_tell, sock))

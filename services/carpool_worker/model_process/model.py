@@ -26,6 +26,8 @@ A model that has them inside binds each sequence to a *slot* of its process, and
         def predict(self, batch): ...           # row i is slot i; None, or zeros, if it is not ready
         def end(self, sequence): ...            # optional; once for each `start`, however it ended
 
+`load`, or `__init__`, may declare parameters after a `*`: see `parameters`. A function has none.
+
 A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
 exception, or return one in place of an item's result; carpool.errors has one for each status. A method
 `predict(self, batch, requests)` also gets a RequestInfo for each item.
@@ -35,13 +37,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool.plugins import UnusableError
+from carpool.plugins import UnusableError, reason_of
 from carpool.wire.tensors import StateSpec, TensorSpec
+from carpool_worker.model_process.configuration import Configuration, without
 from carpool_worker.model_process.failures import WrongOutputError
 from carpool_worker.model_process.loaded import (
     BoundModel,
@@ -50,17 +55,21 @@ from carpool_worker.model_process.loaded import (
     RequestInfo,
     SteppingModel,
 )
+from carpool_worker.model_process.loader import find_model
+from carpool_worker.model_process.parameters import Values, read_parameters
 from carpool_worker.model_process.states import declared_states, initial_state
 from carpool_worker.model_process.stepping.requests import GeneratorModel
 
 __all__ = [
     "BoundModel",
     "BoundSequence",
+    "LoadError",
     "LoadedModel",
     "RequestInfo",
     "SteppingModel",
     "TensorSpec",
     "adapt",
+    "load_configured",
     "load_model",
 ]
 
@@ -69,19 +78,88 @@ __all__ = [
 MISSPELLING_SIMILARITY_MIN: Final = 0.86
 
 
-def load_model(model: Any, device: str) -> LoadedModel | SteppingModel:
+class Given(NamedTuple):
+    """What a model is given from outside: parameters, which were checked, and settings by name, as values."""
+
+    parameters: Values = Values()
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+_NOTHING: Final = Given()
+
+
+class LoadError(Exception):
+    """The model's own code raised while it was loaded. `trace`: the traceback. No secret is in either."""
+
+    def __init__(self, reason: str, trace: str) -> None:
+        super().__init__(reason)
+        self.trace = trace
+
+
+def load_configured(
+    location: str, device: str, configuration: Configuration | None = None
+) -> LoadedModel | SteppingModel:
+    """Find a model, check what it is given, and load it on `device`.
+
+    Raises UnusableError, for what was named, declared or given wrongly, and LoadError.
+    """
+    configuration = configuration or Configuration()
+    settings, parameters = _parsed(configuration.settings), configuration.parameters
+    secrets = [str(given.value) for given in parameters.values() if given.is_secret]
+    try:
+        model = find_model(location, configuration.folder, settings)
+        values = read_parameters(model, location, parameters)
+        secrets += values.secrets
+        return load_model(model, device, Given(values, settings))
+    except UnusableError as error:
+        raise UnusableError(without(secrets, str(error))) from None
+    except BaseException as error:
+        reason, trace = reason_of(error), traceback.format_exc()
+        raise LoadError(without(secrets, reason), without(secrets, trace)) from None
+
+
+def _parsed(settings: Mapping[str, str]) -> dict[str, Any]:
+    """The values of settings, from their texts."""
+    try:
+        parsed = ModelSettings.from_mapping(settings)
+    except ValueError as error:
+        raise UnusableError(str(error)) from None
+    return {name: getattr(parsed, name) for name in settings}
+
+
+def load_model(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel | SteppingModel:
     """Load a user's model of any kind on `device`. Raises UnusableError for a wrong declaration."""
-    if inspect.isclass(model):
-        model = model()
+    model = _created(model, given)
     if _is_stepping(model):
-        return _adapt_stepping(model, device)
-    return _adapt_bound(model, device) if _binds_sequences(model) else adapt(model, device)
+        return _adapt_stepping(model, device, given)
+    return _adapt_bound(model, device, given) if _binds_sequences(model) else adapt(model, device, given)
 
 
-def adapt(model: Any, device: str) -> LoadedModel:
+def _created(model: Any, given: Given) -> Any:
+    """The object, if the model is a class. Its settings are replaced before, so that `__init__` sees them."""
+    _declare(model, given.settings)
+    if not inspect.isclass(model):
+        return model
+    model = model(**given.parameters.of_init)
+    _declare(model, given.settings)
+    return model
+
+
+def _declare(model: Any, settings: Mapping[str, Any]) -> None:
+    """Let the model declare these settings in place of its own."""
+    for name, value in settings.items():
+        try:
+            setattr(model, name, value)
+        except (AttributeError, TypeError):
+            if getattr(model, name, None) != value:
+                raise UnusableError(
+                    f"{name} cannot be set: {_name_of(model)} takes no attributes; wrap it in a function"
+                ) from None
+
+
+def adapt(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel:
     """Load a user's model with `predict`, and find its hooks. Raises UnusableError, as `load_model` does."""
-    if inspect.isclass(model):
-        model = model()
+    model = _created(model, given)
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
     if predict is None:
         raise UnusableError(
@@ -92,9 +170,9 @@ def adapt(model: Any, device: str) -> LoadedModel:
             f"{_name_of(model)} is an async generator function: write it as a generator function, with `def`"
         )
     _check_plain("predict", predict)
-    _load(model, device)
+    _load(model, device, given)
     predict = getattr(model, "predict", predict)  # `load` may set it, once it knows what the model takes
-    states, declarations = declared_states(model), _declarations(model)
+    states, declarations = declared_states(model), _declarations(model, given)
     _check_takes_states(predict, states)
     if states:
         _check_kind(declarations["settings"], ModelKind.STATEFUL)
@@ -115,18 +193,18 @@ def _binds_sequences(model: Any) -> bool:
     return bool(declared)
 
 
-def _adapt_bound(model: Any, device: str) -> BoundModel:
+def _adapt_bound(model: Any, device: str, given: Given) -> BoundModel:
     if getattr(model, "states", None) is not None:
         raise UnusableError(
             "the model has 'states' and 'binds_sequences': its states are in Redis or inside it, not both"
         )
-    loaded = adapt(model, device)
+    loaded = adapt(model, device, given)
     _check_kind(loaded.settings, ModelKind.BOUND)
     start, end = getattr(model, "start", None), getattr(model, "end", None)
     for name, hook in (("start", start), ("end", end)):
         _check_plain(name, hook)
-    given = {spec.name: getattr(loaded, spec.name) for spec in fields(loaded) if spec.init}
-    return BoundModel(**given, start=start, end=end)
+    loaded_fields = {spec.name: getattr(loaded, spec.name) for spec in fields(loaded) if spec.init}
+    return BoundModel(**loaded_fields, start=start, end=end)
 
 
 def _name_of(model: Any) -> str:
@@ -147,7 +225,7 @@ def _is_generator(model: Any) -> bool:
     )
 
 
-def _adapt_stepping(model: Any, device: str) -> SteppingModel:
+def _adapt_stepping(model: Any, device: str, given: Given) -> SteppingModel:
     stepping = model if callable(getattr(model, "step", None)) else GeneratorModel(model)
     for name in ("predict", "preprocess", "postprocess"):
         if getattr(model, name, None) is not None:
@@ -167,8 +245,8 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
         _check_plain(name, hook)
         if inspect.isgeneratorfunction(hook):
             raise UnusableError(f"the model's {name!r} has a 'yield': it must emit with request.emit(value)")
-    _load(model, device)
-    declarations = _declarations(model)
+    _load(model, device, given)
+    declarations = _declarations(model, given)
     _check_kind(declarations["settings"], ModelKind.STEPPING)
     return SteppingModel(
         begin=begin,
@@ -199,13 +277,29 @@ def _check_takes_states(predict: Callable[..., Any], states: Sequence[StateSpec]
         raise UnusableError("the model's 'predict' has a parameter `states`, but the model declares none")
 
 
-def _load(model: Any, device: str) -> None:
+def _load(model: Any, device: str, given: Given) -> None:
     load = getattr(model, "load", None)
     if load is not None:
-        load(device)
+        _check_positional(load)
+        load(device, **given.parameters.of_load)
+        _declare(model, given.settings)  # `load` may have declared others
 
 
-def _declarations(model: Any) -> dict[str, Any]:
+def _check_positional(load: Callable[..., Any]) -> None:
+    _, *others = [
+        argument.name
+        for argument in _parameters(load).values()
+        if argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+        and argument.default is argument.empty
+    ] or [""]
+    if others:
+        raise UnusableError(
+            f"`load` has an argument {others[0]!r} that nobody gives: parameters are after a `*`, as in "
+            f"`load(self, device, *, {', '.join(others)})`"
+        )
+
+
+def _declarations(model: Any, given: Given) -> dict[str, Any]:
     """The fields of Declarations."""
     return {
         "validate": getattr(model, "validate", None),
@@ -214,6 +308,7 @@ def _declarations(model: Any) -> dict[str, Any]:
         "outputs": _specs(model, "outputs"),
         "settings": _settings(model),
         "misspelt": dict(_misspelt(model)),
+        "parameters": given.parameters.shown,
     }
 
 

@@ -3,7 +3,8 @@
 Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` for a stepping model,
 `stateful` for one whose states of sequences are in Redis, and `bound` for one that has them in its processes
 (`ModelKind`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
-Inference Protocol.
+Inference Protocol. `parameters` is a JSON map of what the model was loaded with, as text for people; secrets
+are hidden.
 
 Each worker declares such a hash. What is registered is made of those of living workers (`combined`).
 """
@@ -18,7 +19,7 @@ from typing import Final
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.tensors import TensorSpec
 
-OPTIONAL_FIELDS: Final = ("inputs", "outputs")
+OPTIONAL_FIELDS: Final = ("inputs", "outputs", "parameters")
 
 Registration = Mapping[str, str]
 """The fields of such a hash."""
@@ -33,10 +34,14 @@ def encode_registration(
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     kind: ModelKind = ModelKind.PLAIN,
+    parameters: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs."""
+    """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs and
+    parameters."""
     fields = {**settings, **kind.fields}
-    for name, specs in zip(OPTIONAL_FIELDS, (inputs, outputs), strict=True):
+    if parameters:
+        fields["parameters"] = json.dumps(parameters)
+    for name, specs in (("inputs", inputs), ("outputs", outputs)):
         if specs:
             fields[name] = json.dumps(
                 [{field: getattr(spec, field) for field in _SPEC_FIELDS} for spec in specs]
@@ -52,6 +57,15 @@ def decode_inputs(registration: Mapping[str, str]) -> list[TensorSpec]:
 def decode_outputs(registration: Mapping[str, str]) -> list[TensorSpec]:
     """The tensors that a registered model declares as outputs. Raises ValueError if malformed."""
     return _decode_specs(registration, "outputs")
+
+
+def decode_parameters(registration: Mapping[str, str]) -> dict[str, str]:
+    """What a registered model was loaded with, for people; empty if malformed."""
+    try:
+        found = json.loads(registration.get("parameters", "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return {name: str(text) for name, text in found.items()} if isinstance(found, dict) else {}
 
 
 def _decode_specs(registration: Mapping[str, str], name: str) -> list[TensorSpec]:
