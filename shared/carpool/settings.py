@@ -76,10 +76,18 @@ def _split_lines(value: object) -> object:
     return [line.strip() for line in value.splitlines() if line.strip()]
 
 
+def _split_texts(value: object) -> object:
+    return value.removeprefix(_END_OF_TEXT).split(_END_OF_TEXT) if isinstance(value, str) else value
+
+
 Listed = Annotated[list[str], NoDecode, BeforeValidator(_split_commas)]
 _OF_LINES: Final = BeforeValidator(_split_lines)
 Lines = Annotated[list[str], NoDecode, _OF_LINES]
 """The values of a flag that may be repeated. In a variable each is a line; or all are a JSON list."""
+_END_OF_TEXT: Final = "\0"  # no argument can contain it
+_OF_TEXTS: Final = BeforeValidator(_split_texts)
+Texts = Annotated[list[str], NoDecode, _OF_TEXTS]
+"""Positional arguments of any contents, commas included. A variable has one."""
 
 
 def _seconds(value: object) -> object:
@@ -525,6 +533,16 @@ class _AddLine(argparse.Action):
         setattr(namespace, self.dest, f"{before}\n{value}" if isinstance(before, str) else value)
 
 
+class _KeepTexts(argparse.Action):
+    """Keeps positional arguments apart, which pydantic-settings would join with commas."""
+
+    def __call__(
+        self, _parser: object, namespace: argparse.Namespace, values: Any, _flag: str | None = None
+    ) -> None:
+        if values:
+            setattr(namespace, self.dest, "".join(_END_OF_TEXT + value for value in values))
+
+
 def _add_argument(
     kind: type[BaseSettings], parser: argparse.ArgumentParser, *names: Any, **options: Any
 ) -> argparse.Action:
@@ -533,9 +551,11 @@ def _add_argument(
     if not names[0].startswith("-"):
         options["nargs"] = "*" if options.get("nargs") in ("*", "+") else "?"
         options["default"] = argparse.SUPPRESS
-    field = kind.model_fields.get(options.get("dest", ""))
+    field = kind.model_fields.get(options.get("dest", names[0]))
     if field is not None and _OF_LINES in field.metadata:
         options["action"] = _AddLine
+    if field is not None and _OF_TEXTS in field.metadata:
+        options["action"] = _KeepTexts
     return parser.add_argument(*names, **options)
 
 
