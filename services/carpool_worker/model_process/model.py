@@ -12,6 +12,7 @@ A stepping model has `begin` and `step` in place of `predict`, or is a generator
         def predict(self, batch): ...           # -> a list or one stacked array, in the order of the batch
         def postprocess(self, outputs): ...     # what predict returned -> results
         def unload(self): ...
+        def cost(self, body): ...               # optional: what it counts against max_batch_cost
 
 A model that keeps states of sequences declares them, and gets and returns them with each batch:
 
@@ -26,6 +27,8 @@ A model that has them inside binds each sequence to a *slot* of its process, and
         def predict(self, batch): ...           # row i is slot i; None, or zeros, if it is not ready
         def end(self, sequence): ...            # optional; once for each `start`, however it ended
 
+`version = "2"` is a name for it, which results, logs and metrics show.
+
 A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
 exception, or return one in place of an item's result; carpool.errors has one for each status. A method
 `predict(self, batch, requests)` also gets a RequestInfo for each item.
@@ -39,6 +42,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
+from carpool.keys import MODEL_VERSION, MODEL_VERSION_CHARS_MAX
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import StateSpec, TensorSpec
@@ -122,6 +126,10 @@ def _adapt_bound(model: Any, device: str) -> BoundModel:
         )
     loaded = adapt(model, device)
     _check_kind(loaded.settings, ModelKind.BOUND)
+    if loaded.cost is not None:
+        raise UnusableError(
+            "the model has 'cost' and 'binds_sequences': it executes all slots together, always"
+        )
     start, end = getattr(model, "start", None), getattr(model, "end", None)
     for name, hook in (("start", start), ("end", end)):
         _check_plain(name, hook)
@@ -214,6 +222,8 @@ def _declarations(model: Any) -> dict[str, Any]:
         "outputs": _specs(model, "outputs"),
         "settings": _settings(model),
         "misspelt": dict(_misspelt(model)),
+        "version": _version(model),
+        "cost": _cost(model),
     }
 
 
@@ -262,6 +272,37 @@ def _settings(model: Any) -> ModelSettings:
     except ValueError as error:
         raise UnusableError(str(error)) from None
     return settings
+
+
+def _cost(model: Any) -> Callable[[Any], Any] | None:
+    cost = getattr(model, "cost", None)
+    if cost is None:
+        return None
+    if not callable(cost):
+        raise UnusableError(
+            f"the model's 'cost' is {cost!r:.80}: it must be a method cost(self, body) that tells what a "
+            "body counts against max_batch_cost"
+        )
+    _check_plain("cost", cost)
+    try:
+        inspect.signature(cost).bind(None)
+    except TypeError:
+        raise UnusableError("the model's 'cost' must take one argument: the body of a request") from None
+    except ValueError:  # some C functions have no signature
+        pass
+    return cost  # type: ignore[no-any-return]
+
+
+def _version(model: Any) -> str:
+    declared = getattr(model, "version", None)
+    if declared is None:
+        return ""
+    if not isinstance(declared, str) or not MODEL_VERSION.fullmatch(declared):
+        raise UnusableError(
+            f"the model's 'version' is {declared!r:.80}: it must be text of 1 to {MODEL_VERSION_CHARS_MAX} "
+            "letters, digits and characters of . _ : + -, such as '2' or '2025-03-01'"
+        )
+    return declared
 
 
 def _misspelt(model: Any) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ class Result(NamedTuple):
 
     Of a streamed request: `index` is the number of its chunks; `first_us` the time from its arrival to the
     first of them, None if there is none. `warnings`: sentences for its producer about the request.
+    `version`: of the model that executed it; empty if it declares none, or nothing was executed.
     """
 
     correlation_id: str
@@ -30,6 +31,7 @@ class Result(NamedTuple):
     index: int | None = None  # type: ignore[assignment]  # hides tuple.index
     first_us: int | None = None
     warnings: Sequence[str] = ()
+    version: str = ""
 
 
 class Chunk(NamedTuple):
@@ -56,10 +58,12 @@ class ResultColumns(NamedTuple):
     batch_size: int
     queue_us: int
     compute_us: int
+    version: str = ""  # as in a Result
 
     def results(self) -> list[Result]:
         """Each result by itself."""
-        return _results(self.correlation_ids, self.content_type, self.rows, self[3:])
+        of_all = _results(self.correlation_ids, self.content_type, self.rows, self[3:6])
+        return [result._replace(version=self.version) for result in of_all] if self.version else of_all
 
     def select(self, positions: Sequence[int]) -> ResultColumns:
         """The results at these positions, copied."""
@@ -84,6 +88,7 @@ class RunResults(NamedTuple):
     compute_us: int
     warnings: Sequence[str] = ()  # to each of them
     other_type: str = ""  # their content type, if it is not that of the run
+    version: str = ""  # as in a Result
 
     @property
     def content_type(self) -> str:
@@ -100,7 +105,9 @@ class RunResults(NamedTuple):
     def results(self) -> list[Result]:
         """Each result by itself."""
         of_run = _results(self.correlation_ids, self.content_type, self.bodies, self[5:8])
-        return [result._replace(warnings=self.warnings) for result in of_run] if self.warnings else of_run
+        if not (self.warnings or self.version):
+            return of_run
+        return [result._replace(warnings=self.warnings, version=self.version) for result in of_run]
 
 
 def _results(

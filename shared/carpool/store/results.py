@@ -309,7 +309,7 @@ def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunRe
     for results in columns:
         run, _, ids, bodies, tickets, *served = results[:8]
         assert run.reply_to is not None and isinstance(bodies, Rows)
-        of_run = ResultColumns(ids, results.content_type, bodies, *served)
+        of_run = ResultColumns(ids, results.content_type, bodies, *served, results.version)
         if tickets is None:
             by_stream.setdefault(run.reply_to, []).append(of_run)
             continue

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgpack
 
 from carpool.messages.batches import Batch, BatchedRun, Dispatch
-from carpool.messages.requests import SequencePart
+from carpool.messages.requests import PRIORITY_DEFAULT, Run, SequencePart
 from carpool.messages.results import DeadLetter, KeptDeadLetter
 from carpool.messages.settled import (
     BatchSettled,
@@ -35,7 +35,8 @@ def encode_batch(dispatch: Dispatch) -> bytes:
 
     Its elements: entry ID, correlation IDs (separated by spaces), content type, `reply_to`, arrival and
     deadline (us), bodies or nil, rows (head, bytes of a row, data) or nil, fields for the model,
-    `reply_columns`, and what makes it a part of a sequence (the fields of SequencePart) or nil.
+    `reply_columns`, and what makes it a part of a sequence (the fields of SequencePart) or nil. Then priority
+    and cost, unless both have their defaults.
     """
     undated = dispatch.undated
     return bytes(
@@ -52,11 +53,16 @@ def encode_batch(dispatch: Dispatch) -> bytes:
                     run.extra,
                     run.reply_columns,
                     run.sequence,
+                    *_priority_and_cost(run),
                 )
                 for run in dispatch.runs
             ]
         )
     )
+
+
+def _priority_and_cost(run: Run) -> tuple[()] | tuple[int, int]:
+    return () if run.priority == PRIORITY_DEFAULT and run.cost == 1 else (run.priority, run.cost)
 
 
 def encode_tickets(dispatch: Dispatch) -> bytes | None:
@@ -110,6 +116,7 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         raw.get(b"process", b"").decode(),
         of_model.max_execution_ms,
         of_model.max_result_bytes,
+        max_batch_cost=of_model.max_batch_cost,
     )
     if b"answered" in raw:
         batch.answered = _positions_in_lists(batch, frozenset(raw[b"answered"].decode().split()))
@@ -133,9 +140,10 @@ def _positions_in_lists(batch: Batch, correlation_ids: frozenset[str]) -> frozen
 
 
 def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
-    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns, part = (
-        fields
-    )
+    (
+        entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns, part,
+        *priority_and_cost,
+    ) = fields  # fmt: skip
     decoded: Bodies
     if rows is not None:
         head, width, data = rows
@@ -146,7 +154,7 @@ def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
             decoded = [StoredBody(*body) if type(body) is list else body for body in decoded]
     return BatchedRun(
         entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us,
-        extra, columns, tickets, None if part is None else SequencePart(*part),
+        extra, columns, tickets, None if part is None else SequencePart(*part), *priority_and_cost,
     )  # fmt: skip
 
 

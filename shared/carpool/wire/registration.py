@@ -3,7 +3,7 @@
 Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` for a stepping model,
 `stateful` for one whose states of sequences are in Redis, and `bound` for one that has them in its processes
 (`ModelKind`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
-Inference Protocol.
+Inference Protocol. `version` is the name of the model's version, if it declares one.
 
 Each worker declares such a hash. What is registered is made of those of living workers (`combined`).
 """
@@ -18,7 +18,9 @@ from typing import Final
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.tensors import TensorSpec
 
-OPTIONAL_FIELDS: Final = ("inputs", "outputs")
+VERSION: Final = "version"
+_TENSORS: Final = ("inputs", "outputs")
+OPTIONAL_FIELDS: Final = (*_TENSORS, VERSION)
 
 Registration = Mapping[str, str]
 """The fields of such a hash."""
@@ -33,10 +35,12 @@ def encode_registration(
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     kind: ModelKind = ModelKind.PLAIN,
+    version: str = "",
 ) -> dict[str, str]:
-    """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs."""
-    fields = {**settings, **kind.fields}
-    for name, specs in zip(OPTIONAL_FIELDS, (inputs, outputs), strict=True):
+    """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs,
+    and for an empty version."""
+    fields = {**settings, **kind.fields, **({VERSION: version} if version else {})}
+    for name, specs in zip(_TENSORS, (inputs, outputs), strict=True):
         if specs:
             fields[name] = json.dumps(
                 [{field: getattr(spec, field) for field in _SPEC_FIELDS} for spec in specs]
@@ -67,8 +71,9 @@ def combined(
     """What is to be registered of a model whose workers declare `own` and `others`.
 
     Settings are the tightest of those whose kind the model has (`ModelSettings.tightest`). What has no order
-    is that of the worker that registered last, as long as one declares it: the kind, the tensors, the policy
-    and the weights of tenants. `registered`: what is registered so far; None: that of `own` registers now.
+    is that of the worker that registered last, as long as one declares it: the kind, the version, the
+    tensors, the policy and the weights of tenants. `registered`: what is registered so far; None: that of
+    `own` registers now.
     """
     latest = own if registered is None else registered
     kind = ModelKind.of(latest)
@@ -88,22 +93,33 @@ def combined(
 
 
 def differing(declared: Sequence[Registration]) -> dict[str, dict[str, int]]:
-    """Fields that workers declare differently: of each how many workers declare which value, which is empty
-    for a field that one does not have."""
-    names = sorted({name for fields in declared for name in fields})
+    """Fields that workers declare differently, but for the version: of each how many workers declare which
+    value, which is empty for a field that one does not have."""
+    names = sorted({name for fields in declared for name in fields} - {VERSION})
     counts = {name: Counter(fields.get(name, "") for fields in declared) for name in names}
     return {name: dict(of_one) for name, of_one in counts.items() if len(of_one) > 1}
+
+
+def versions_of(declared: Sequence[Registration]) -> dict[str, int]:
+    """How many workers declare which version of the model, which is empty for those that declare none."""
+    return dict(sorted(Counter(fields.get(VERSION, "") for fields in declared).items()))
+
+
+def describe_versions(found: Mapping[str, int]) -> str:
+    """What `versions_of` found, for a person, such as `1 (1 worker), 2 (2 workers)`."""
+    return ", ".join(_of_workers(version, workers) for version, workers in found.items())
 
 
 def describe_differing(found: Mapping[str, Mapping[str, int]]) -> str:
     """What `differing` found, for a person, such as `max_batch_size: 4 (1 worker), 64 (2 workers)`."""
 
-    def of_value(text: str, workers: int) -> str:
-        shown = text if len(text) <= _SHOWN_CHARS_MAX else f"{text[:_SHOWN_CHARS_MAX]}..."
-        return f"{shown or 'none'} ({workers} worker{'s' if workers > 1 else ''})"
-
     def of_field(workers: Mapping[str, int]) -> str:
         by_number = sorted(workers.items(), key=lambda of_one: (len(of_one[0]), of_one[0]))
-        return ", ".join(of_value(*of_one) for of_one in by_number)
+        return ", ".join(_of_workers(*of_one) for of_one in by_number)
 
     return "; ".join(f"{name}: {of_field(workers)}" for name, workers in found.items())
+
+
+def _of_workers(text: str, workers: int) -> str:
+    shown = text if len(text) <= _SHOWN_CHARS_MAX else f"{text[:_SHOWN_CHARS_MAX]}..."
+    return f"{shown or 'none'} ({workers} worker{'s' if workers > 1 else ''})"
