@@ -221,6 +221,8 @@ class Session:
                 event.broken,
                 event.of_producers,
             )
+            if event.executed and (event.cost or scheduler.learned.costs):
+                scheduler.observe_cost(batch.lane, event.executed, event.cost)
 
     def _admit(self) -> Generator[None, None, tuple[list[Refusal], list[Entry]]]:
         """Offer requests of the backlog to the scheduler. Returns the refusals, and entries to remove."""

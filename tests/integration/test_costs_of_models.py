@@ -14,19 +14,22 @@ from support.stack import Stack
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("costs")) as stack:
-        stack.serve("costly.py:Texts", "costly.py:Prompts")
+        stack.serve("costly.py:Texts", "costly.py:Prompts", "costly.py:Learned")
+        # The batcher learns how many usually cost the limit, of the cheapest lane. It must not divide batches.
+        ask(stack, "Texts", *texts(1, 1, 1, 1), lane="cheap")
         yield stack
 
 
-def ask(stack: Stack, model: str, *bodies: str, **costs: int) -> list[Any]:
-    """The results of these bodies, sent in one entry: value or status and detail. `costs`: of producers."""
+def ask(stack: Stack, model: str, *bodies: str, lane: str = "", **costs: int) -> list[Any]:
+    """What was executed together with each of these bodies, sent in one entry, or its result if it failed.
+    `costs`: of producers."""
     requests: list[dict[str, Any]] = [
         {"correlation_id": f"{model}-{at}", "body": json.dumps(body).encode()}
         for at, body in enumerate(bodies)
     ]
     for name, cost in costs.items():
         requests[int(name.removeprefix("r"))]["cost"] = cost
-    stack.send_packed(model, requests)
+    stack.send_packed(model, requests, lane=lane)
     results = [stack.result(model, request["correlation_id"]) for request in requests]
     return [_together(result["body"]) if result["status"] == "OK" else result for result in results]
 
@@ -73,6 +76,14 @@ def test_override_of_the_limit_holds_for_what_the_model_tells(stack: Stack) -> N
     assert ask(stack, "Texts", *texts(10, 20, 30, 1)) == [[10, 20], [10, 20], [30], [1]]
     stack.configure("Texts", max_batch_cost="none")
     assert ask(stack, "Texts", *texts(90, 80, 70, 60)) == [[90, 80, 70, 60]] * 4
+
+
+def test_batcher_learns_how_many_usually_cost_the_limit(stack: Stack) -> None:
+    """Given requests that cost half of the limit, expect the second batch to have two, and no parts."""
+    assert ask(stack, "Learned", *texts(50, 50, 50, 50)) == [[50, 50]] * 4
+    stack.wait_until_idle("Learned")
+    send = [stack.send("Learned", body=json.dumps("x" * 50)) for _ in range(4)]
+    assert [stack.result("Learned", name)["batch_size"] for name in send] == [2] * 4
 
 
 def test_prefill_of_a_stepping_model_is_limited_by_what_it_tells(stack: Stack) -> None:

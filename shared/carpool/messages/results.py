@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from carpool.errors import OK
 from carpool.messages.batches import BatchedRequest, BatchedRun
@@ -62,8 +62,8 @@ class ResultColumns(NamedTuple):
 
     def results(self) -> list[Result]:
         """Each result by itself."""
-        of_all = _results(self.correlation_ids, self.content_type, self.rows, self[3:6])
-        return [result._replace(version=self.version) for result in of_all] if self.version else of_all
+        also = (None, None, (), self.version) if self.version else ()
+        return _results(self.correlation_ids, self.content_type, self.rows, (*self[3:6], *also))
 
     def select(self, positions: Sequence[int]) -> ResultColumns:
         """The results at these positions, copied."""
@@ -104,17 +104,15 @@ class RunResults(NamedTuple):
 
     def results(self) -> list[Result]:
         """Each result by itself."""
-        of_run = _results(self.correlation_ids, self.content_type, self.bodies, self[5:8])
-        if not (self.warnings or self.version):
-            return of_run
-        return [result._replace(warnings=self.warnings, version=self.version) for result in of_run]
+        also = (None, None, self.warnings, self.version) if self.warnings or self.version else ()
+        return _results(self.correlation_ids, self.content_type, self.bodies, (*self[5:8], *also))
 
 
 def _results(
     correlation_ids: Sequence[str],
     content_type: str,
     bodies: Rows | list[bytes],
-    served: tuple[int, int, int],  # batch size, queue delay, execution time
+    served: tuple[Any, ...],  # the fields of each Result from `batch_size` on
 ) -> list[Result]:
     return [
         Result(correlation_id, OK, content_type, bodies[at], None, *served)

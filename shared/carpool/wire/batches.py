@@ -186,14 +186,18 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         int(raw.get(b"overhead_us", b"0")),
         _decode_failures(raw) if b"failed" in raw else None,
         _decode_producers(raw[b"producers"]) if b"producers" in raw else (),
+        int(raw.get(b"cost", b"0")),
     )
 
 
 def settled_fields(executed: Executed) -> list[str | bytes]:
-    """The fields that a settled entry has if requests failed: which, and of which producers."""
+    """The fields that a settled entry has if requests failed, which and of which producers; and what those
+    that were executed cost, if the model tells that."""
     flat: list[str | bytes] = [*failures_fields(executed.failures)]
     if executed.of_producers:
         flat += ["producers", bytes(msgpack.packb(executed.of_producers))]
+    if executed.cost:
+        flat += ["cost", str(executed.cost)]
     return flat
 
 

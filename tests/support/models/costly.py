@@ -32,6 +32,10 @@ class Texts:
         return [{"together": [len(text) for text in batch]}] * len(batch)
 
 
+class Learned(Texts):
+    preferred_batch_sizes = (4,)
+
+
 class Prompts:
     """Each text is begun, and ends with its first step: the costs of those that were begun together."""
 
