@@ -15,7 +15,7 @@ from support.stack import Stack
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("costs")) as stack:
         stack.serve("costly.py:Texts", "costly.py:Prompts", "costly.py:Learned")
-        # The batcher learns how many usually cost the limit, of the cheapest lane. It must not divide batches.
+        # The batcher learns how many usually cost the limit, of the cheapest lane: then it divides none.
         ask(stack, "Texts", *texts(1, 1, 1, 1), lane="cheap")
         yield stack
 

@@ -39,9 +39,9 @@ class AppliedSettings:
     it have this object, and read it whenever they decide. Times are in microseconds.
 
     `batch`: the limits of a batch, of which a stepping model's has one request. `usual_size`: how many
-    requests usually cost what a batch may, if that was learned (`learned.request_costs`). `*_of_priority`: only of
-    priorities that have a limit of their own. `delayed_*`: the share of delayed requests. `served_late`: by
-    priority, whether requests are served even after their deadline.
+    requests usually cost what a batch may, if that was learned (`learned.request_costs`). `*_of_priority`:
+    only of priorities that have a limit of their own. `delayed_*`: the share of delayed requests.
+    `served_late`: by priority, whether requests are served even after their deadline.
     """
 
     def __init__(self, settings: ModelSettings, kind: ModelKind = ModelKind.PLAIN) -> None:

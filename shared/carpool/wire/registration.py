@@ -6,6 +6,8 @@ Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` 
 Inference Protocol. `version` is the name of the model's version, if it declares one.
 
 Each worker declares such a hash. What is registered is made of those of living workers (`combined`).
+
+Why: docs/decisions/0101.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Texts:
     max_batch_size = 64
     max_batch_cost = 100
     max_queue_delay_ms = 10_000  # so that a test decides what is dispatched together
-    preferred_batch_sizes = (4, 6)
+    preferred_batch_sizes: tuple[int, ...] = (4, 6)
 
     def cost(self, body: str) -> Any:
         return cost(body)
