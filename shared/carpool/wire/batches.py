@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgpack
 
 from carpool.messages.batches import Batch, BatchedRun, Dispatch
-from carpool.messages.requests import PRIORITY_DEFAULT, Run, SequencePart
+from carpool.messages.requests import PRIORITY_DEFAULT, SequencePart
 from carpool.messages.results import DeadLetter, KeptDeadLetter
 from carpool.messages.settled import (
     BatchSettled,
@@ -27,6 +27,7 @@ from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Body, Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
 
+_FIELDS_OF_USUAL_RUN: Final = 11  # one with other fields than these has priority and cost behind them
 FIELDS_ADDED: Final = 3  # to a dead letter: reason, attempts and entry_id
 
 
@@ -39,30 +40,25 @@ def encode_batch(dispatch: Dispatch) -> bytes:
     and cost, unless both have their defaults.
     """
     undated = dispatch.undated
-    return bytes(
-        msgpack.packb(
-            [
-                (
-                    run.entry.id,
-                    " ".join(run.correlation_ids),
-                    run.content_type,
-                    run.reply_to,
-                    run.arrival_us,
-                    None if run in undated else run.deadline_us,
-                    *_bodies_and_rows(run.bodies),
-                    run.extra,
-                    run.reply_columns,
-                    run.sequence,
-                    *_priority_and_cost(run),
-                )
-                for run in dispatch.runs
-            ]
+    runs: list[tuple[Any, ...]] = [
+        (
+            run.entry.id,
+            " ".join(run.correlation_ids),
+            run.content_type,
+            run.reply_to,
+            run.arrival_us,
+            None if run in undated else run.deadline_us,
+            *_bodies_and_rows(run.bodies),
+            run.extra,
+            run.reply_columns,
+            run.sequence,
         )
-    )
-
-
-def _priority_and_cost(run: Run) -> tuple[()] | tuple[int, int]:
-    return () if run.priority == PRIORITY_DEFAULT and run.cost == 1 else (run.priority, run.cost)
+        for run in dispatch.runs
+    ]
+    for at, run in enumerate(dispatch.runs):
+        if run.cost != 1 or run.priority != PRIORITY_DEFAULT:
+            runs[at] += run.priority, run.cost
+    return bytes(msgpack.packb(runs))
 
 
 def encode_tickets(dispatch: Dispatch) -> bytes | None:
@@ -140,10 +136,13 @@ def _positions_in_lists(batch: Batch, correlation_ids: frozenset[str]) -> frozen
 
 
 def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
-    (
-        entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns, part,
-        *priority_and_cost,
-    ) = fields  # fmt: skip
+    if len(fields) == _FIELDS_OF_USUAL_RUN:
+        priority, cost = PRIORITY_DEFAULT, 1
+    else:
+        *fields, priority, cost = fields
+    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns, part = (
+        fields
+    )
     decoded: Bodies
     if rows is not None:
         head, width, data = rows
@@ -154,7 +153,7 @@ def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
             decoded = [StoredBody(*body) if type(body) is list else body for body in decoded]
     return BatchedRun(
         entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us,
-        extra, columns, tickets, None if part is None else SequencePart(*part), *priority_and_cost,
+        extra, columns, tickets, None if part is None else SequencePart(*part), priority, cost,
     )  # fmt: skip
 
 
