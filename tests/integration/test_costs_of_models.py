@@ -72,10 +72,13 @@ def test_request_whose_cost_cannot_be_told_fails_alone(stack: Stack) -> None:
 
 
 def test_override_of_the_limit_holds_for_what_the_model_tells(stack: Stack) -> None:
-    stack.configure("Texts", max_batch_cost="30")
-    assert ask(stack, "Texts", *texts(10, 20, 30, 1)) == [[10, 20], [10, 20], [30], [1]]
-    stack.configure("Texts", max_batch_cost="none")
-    assert ask(stack, "Texts", *texts(90, 80, 70, 60)) == [[90, 80, 70, 60]] * 4
+    try:
+        stack.configure("Texts", max_batch_cost="30")
+        assert ask(stack, "Texts", *texts(10, 20, 30, 1)) == [[10, 20], [10, 20], [30], [1]]
+        stack.configure("Texts", max_batch_cost="none")
+        assert ask(stack, "Texts", *texts(90, 80, 70, 60)) == [[90, 80, 70, 60]] * 4
+    finally:
+        stack.configure("Texts", max_batch_cost="100")
 
 
 def test_batcher_learns_how_many_usually_cost_the_limit(stack: Stack) -> None:
