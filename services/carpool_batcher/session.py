@@ -215,6 +215,8 @@ class Session:
                 scheduler.learned.observe_delivery(now_us - settled_us)
             self._observer.settled(event, batch)
             scheduler.in_flight.settle(event)
+            if event.executed and (event.cost or scheduler.learned.costs):
+                scheduler.observe_cost(batch.lane, event.executed, event.cost)
 
     def _admit(self) -> Generator[None, None, tuple[list[Refusal], list[Entry]]]:
         """Offer requests of the backlog to the scheduler. Returns the refusals, and entries to remove."""

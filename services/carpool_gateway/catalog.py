@@ -71,17 +71,17 @@ class Catalog:
     async def index_entry(self, name: str) -> IndexEntry | None:
         """The state of a model; None if it is not registered any more. Raises CarpoolErrors."""
         try:
-            is_ready = await self.is_ready(name)
+            version, is_ready = (await self.model(name)).version, await self.is_ready(name)
         except NotFoundError:
             return None
         except InternalError as error:  # what is registered cannot be read
             return IndexEntry(name, UNAVAILABLE, error.detail)
         if is_ready:
-            return IndexEntry(name, READY)
+            return IndexEntry(name, READY, version=version)
         keys = Keys(name, self._prefix)
         if await self._links.call(keys.loading, ("EXISTS", keys.loading)):
-            return IndexEntry(name, LOADING, "a worker is loading it")
-        return IndexEntry(name, UNAVAILABLE, "no worker serves it now")
+            return IndexEntry(name, LOADING, "a worker is loading it", version)
+        return IndexEntry(name, UNAVAILABLE, "no worker serves it now", version)
 
 
 def _texts(flat: list[bytes]) -> dict[str, str]:

@@ -61,8 +61,9 @@ def answer(exchange: Exchange, envelope: Envelope) -> None:
     headers = id_header(name) + figure_headers(
         envelope["content_type"], envelope["batch_size"], envelope["queue_us"], envelope["compute_us"]
     )
-    if "first_us" in envelope or "warnings" in envelope:
-        headers += further_headers(envelope.get("first_us"), envelope.get("warnings") or ())
+    if "first_us" in envelope or "warnings" in envelope or "version" in envelope:
+        warnings = envelope.get("warnings") or ()
+        headers += further_headers(envelope.get("first_us"), warnings, envelope.get("version", ""))
     exchange.respond(200, headers, envelope["body"])
 
 
@@ -75,8 +76,9 @@ class ExchangeSink(Sink):
 
     def put_columns(self, targets: Sequence[Exchange], columns: ResultColumns) -> None:
         """Answer each with its result."""
-        ids, content_type, rows, batch_size, queue_us, compute_us = columns
+        ids, content_type, rows, batch_size, queue_us, compute_us, version = columns
         common = figure_headers(content_type, batch_size, queue_us, compute_us)
+        common += further_headers(None, (), version)
         for at, target in enumerate(targets):
             target.respond(200, id_header(ids[at]) + common, rows[at])
 

@@ -88,20 +88,21 @@ class OpenInference:
 
     async def model_ready(self, exchange: Exchange) -> None:
         """Whether a model can be used. Raises HttpError if it cannot."""
-        _check_version(exchange)
+        await self._model(exchange)
         if not await self._catalog.is_ready(exchange.model):
             raise HttpError(503, f"no worker serves the model {exchange.model!r} now", headers=RETRY_AFTER)
         exchange.respond(200, JSON_HEADER, documents.model_ready(exchange.model))
 
     async def _model(self, exchange: Exchange) -> OfferedModel:
-        _check_version(exchange)
-        return await self._catalog.model(exchange.model)
+        model = await self._catalog.model(exchange.model)
+        _check_version(exchange, model)
+        return model
 
     # --- statistics, and the repository --------------------------------------------------------------------
 
     async def model_statistics(self, exchange: Exchange) -> None:
         """What became of the requests of a model."""
-        _check_version(exchange)
+        await self._model(exchange)
         found = {exchange.model: await self._catalog.statistics(exchange.model)}
         exchange.respond(200, JSON_HEADER, documents.model_statistics(found))
 
@@ -148,7 +149,6 @@ class OpenInference:
     def accept(self, exchange: Exchange, key: Key) -> Handler:
         """Check what the headers say, before the body is read; return the handler. Raises HttpError and
         CarpoolErrors."""
-        _check_version(exchange)
         check_encoding(exchange)
         # Some clients send headers of their own names; these have the meaning that they have everywhere.
         options = options_of(exchange.headers, reads_accept=False)
@@ -164,12 +164,13 @@ class OpenInference:
         is_plain = b"content-encoding" not in exchange.headers and not _is_large(exchange.body, length)
         if model is None or channel is None or not is_plain:
             return self._prepare(exchange)
+        _check_version(exchange, model)
         self._send(exchange, channel, *self._preparer.prepare(model, exchange.body, length))
         return None
 
     async def _prepare(self, exchange: Exchange) -> None:
         await decompress(exchange, self._limits)
-        model = await self._catalog.model(exchange.model)
+        model = await self._model(exchange)
         try:
             channel = await self._producer.open_channel(exchange.model, self._default_timeout_s)
         except NotFoundError:
@@ -263,11 +264,11 @@ class OpenInference:
         self._producer.packer.withdraw(name, target)
 
 
-def _check_version(exchange: Exchange) -> None:
+def _check_version(exchange: Exchange, model: OfferedModel) -> None:
     """Raise NotFoundError if the path names a version that the model does not have."""
     version = exchange.parameters.get("version")
     if version is not None:
-        documents.check_version(exchange.model, version)
+        documents.check_version(exchange.model, version, model.version)
 
 
 def _is_large(body: bytes, length: bytes | None) -> bool:

@@ -119,5 +119,6 @@ def _last_event(stream: AsyncStream, chunks: int) -> bytes:
         "queue_us": reply.queue_us,
         "compute_us": reply.compute_us,
         "first_us": reply.first_us,
+        **({"version": reply.version} if reply.version else {}),
     }
     return b"event: result\ndata: %b\n\n" % json.dumps(figures, separators=(",", ":")).encode()

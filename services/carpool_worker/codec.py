@@ -51,13 +51,14 @@ from carpool.wire.tensors import (
 )
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Example, Execution, Frame
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.frames import FrameHeader, Layout, OutcomeHeader, Ready
+from carpool_worker.model_process.frames import FrameHeader, Layout, OutcomeHeader, Ready, RequestFields
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
 _TEXT: Final = frozenset({str})
 APART_RATIO_MIN: Final = 0.5  # of a producer's recent frames, these raised: halving costs more than a frame
 EXAMPLE_BYTES_MAX: Final = 16 * 1024 * 1024
 ERROR_CHARS_MAX: Final = 200  # of what operators are shown
+_NO_SEQUENCE: Final = (None, False, False)  # no ID of a sequence, neither its start nor its end
 _OTHER_KIND: Final = (
     "the model was replaced by one that {}, and the request was dispatched before: send it again"
 )
@@ -91,20 +92,26 @@ class Codec:
         self.has_tensors = bool(ready.inputs or ready.outputs)  # so octet-stream is the bytes of one
         self.wants_requests = ready.wants_requests
         self.batch_size_max: int | None = None  # requests that the model takes at a time; None: any number
+        self._version = ready.version
+        self._has_cost = ready.has_cost
         self._takes_sequences = ready.kind.has_sequences
         self._initial_state = ready.initial_state  # empty: no states of sequences are in Redis
         self._memo = HeadMemo()
         self._result_head = _ResultHead((), 0, {})  # of the last outcome
+        self._wall_ahead_us = 0  # what this host's wall clock shows, less Redis's time
         self._raising = ProducerRatios()  # of recent frames with requests of a producer, those that raised
 
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
-    def prepare(self, execution: Execution, now_us: int) -> None:
+    def prepare(self, execution: Execution, now_us: int, wall_ahead_us: int = 0) -> None:
         """Build the frames of an execution that was just fetched, each of at most `batch_size_max` requests.
 
-        A request that expired or that cannot be decoded gets its result instead. Of a suspect execution
-        nothing is decoded yet (see `prepare_next`).
+        `now_us`: Redis's time. `wall_ahead_us`: what this host's wall clock shows, less that; models are told
+        times by it. A request that expired or that cannot be decoded gets its result instead. Of a suspect
+        execution nothing is decoded yet (see `prepare_next`).
         """
+        self._wall_ahead_us = wall_ahead_us
+        execution.version = self._version
         if execution.is_suspect:
             execution.undecoded.extend(execution.unanswered)
             return
@@ -156,6 +163,7 @@ class Codec:
         """A body decoded. None if its request expired, cannot be decoded or is to be dead-lettered: then that
         gets its result."""
         run, index = execution.locate(position)
+        execution.version = self._version
         if _expired(run, now_us):
             execution.expire(position)
         elif execution.is_given_up(position):
@@ -284,22 +292,42 @@ class Codec:
     def _frame(
         self, execution: Execution, layouts: tuple[Layout, ...], positions: list[int], values: list[Any]
     ) -> Frame:
-        fields: list[Any] = []
+        fields: list[RequestFields] = []
         if self.wants_requests:
-            located = [execution.locate(position) for position in positions]
-            lane = execution.batch.lane
-            fields = [(run.correlation_ids[index], lane, run.extra or {}) for run, index in located]
-            if self._takes_sequences:
-                sequences = [run.sequence[:3] for run, _ in located if run.sequence is not None]  # all have
-                fields = [(*request, *sequence) for request, sequence in zip(fields, sequences, strict=True)]
+            fields = [self.request_fields(execution, position) for position in positions]
         deadlines = _deadlines(execution, positions)
         result_bytes_max = execution.batch.max_result_bytes
         header = FrameHeader(positions[0], len(positions), layouts, fields, deadlines, result_bytes_max)
+        if self._has_cost:
+            cost_max = execution.batch.max_batch_cost
+            header = header._replace(cost_max=cost_max, costs=_costs(execution, positions))
         payload = _payload(layouts, values)
         if self._initial_state:
             states, initial = execution.states, self._initial_state  # those that start have none yet
             payload += [states.get(position, initial) for position in positions]
         return Frame(positions, header, payload)
+
+    def request_fields(
+        self, execution: Execution, position: int, wall_ahead_us: int | None = None
+    ) -> RequestFields:
+        """What the model is told of a request beside its body. `wall_ahead_us`: see `prepare`; None: as it
+        was there."""
+        run, index = execution.locate(position)
+        part = _NO_SEQUENCE if run.sequence is None else run.sequence[:3]
+        ahead_us = self._wall_ahead_us if wall_ahead_us is None else wall_ahead_us
+        return (
+            run.correlation_ids[index],
+            execution.batch.lane,
+            run.extra or {},
+            *part,
+            None,
+            run.content_type,
+            run.priority,
+            run.cost,
+            (run.arrival_us + ahead_us) / 1e6,
+            None if run.deadline_us is None else (run.deadline_us + ahead_us) / 1e6,
+            execution.batch.epoch + execution.deaths.get(position, 0),
+        )
 
     def example_of(self, execution: Execution, position: int) -> Example | None:
         """A request that succeeded as an example; None if it is too large, or goes on with a sequence."""
@@ -311,10 +339,11 @@ class Codec:
             layouts, value = self._decode(run.content_type, bytes(body))
         except Exception:  # it was decoded before, as rows
             return None
-        request = (run.correlation_ids[index], execution.batch.lane, run.extra or {})
-        fields: list[Any] = []
-        if self.wants_requests:
-            fields = [(*request, EXAMPLE_SEQUENCE, True, True)] if self._takes_sequences else [request]
+        run_fields = self.request_fields(execution, position)
+        sequence = (EXAMPLE_SEQUENCE, True, True) if self._takes_sequences else _NO_SEQUENCE
+        # It is executed later, and once in each process: it has no deadline, and counts as delivered once.
+        request = (*run_fields[:3], *sequence, *run_fields[6:11], None, 1)
+        fields = [request] if self.wants_requests else []
         payload = b"".join([*_payload(layouts, [value]), self._initial_state])
         batch = execution.batch
         return Example(
@@ -332,7 +361,8 @@ class Codec:
                 "an outcome belongs to another frame"
             )  # never: frames and outcomes are in order
         execution.compute_us += outcome.compute_us
-        execution.frames_executed += 1
+        execution.frames_executed += outcome.parts
+        execution.cost += outcome.cost
         execution.executed += outcome.executed_together
         execution.is_normal &= outcome.executed_together > 0 or frame.is_apart
         if outcome.errors:
@@ -442,6 +472,13 @@ def _deadlines(execution: Execution, positions: Sequence[int]) -> Sequence[tuple
     else:
         deadlines = [(1, execution.locate(position)[0].deadline_us) for position in positions]
     return deadlines if any(deadline_us is not None for _, deadline_us in deadlines) else ()
+
+
+def _costs(execution: Execution, positions: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """Those that producers sent with the requests at these positions, for a frame."""
+    if all(run.cost == 1 for run in execution.batch.runs):
+        return ()
+    return [(indexes.stop - indexes.start, run.cost) for run, _, indexes in _by_run(execution, positions)]
 
 
 def _are_valid(datatype: str, data: Buffer) -> bool:

@@ -91,6 +91,7 @@ class Committer:
                 execution.input_us,
                 execution.output_us,
                 execution.counted_us,
+                execution.cost,
             ),
             execution.run_results,
             execution.changes(),

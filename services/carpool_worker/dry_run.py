@@ -5,6 +5,7 @@ Bodies are decoded, executed in one batch, and the results encoded, by the code 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -81,9 +82,14 @@ class DryRun:
         Raises Unhealthy, if the model does.
         """
         keeps_states = self.kind is ModelKind.STATEFUL
-        template = BatchedRun(_ENTRY, [], [], content_type, None, 0, None, extra or None)
+        now_us = time.time_ns() // 1000
+        template = BatchedRun(_ENTRY, [], [], content_type, None, now_us, None, extra or None)
         runs = [_run_of(template, number, body, keeps_states) for number, body in enumerate(bodies)]
-        batch = Batch(_ENTRY, 1, runs, "full", 0, "", max_result_bytes=self._model.settings.max_result_bytes)
+        limits = self._model.settings
+        batch = Batch(
+            _ENTRY, 1, runs, "full", 0, "",
+            max_result_bytes=limits.max_result_bytes, max_batch_cost=limits.max_batch_cost,
+        )  # fmt: skip
         if isinstance(self._model, SteppingModel):
             return self._generate(self._model, batch)
         execution = Execution(batch)
@@ -145,7 +151,7 @@ class DryRun:
             )
             requests.append(request)
             if body is not None:
-                fields = (str(key), "", dict(run.extra or {}))
+                fields = self._codec.request_fields(execution, 0)
                 admit = Admit(key, body.layouts, fields, 1, is_streamed, chunks)
                 stepper.admit(admit, bytearray().join(body.payload))
         while stepper.has_next and generated.steps < STEPS_MAX:

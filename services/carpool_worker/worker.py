@@ -148,8 +148,12 @@ class Worker:
         for doubt in ModelSettings.from_mapping(ready.settings).doubts():
             self._log.warning("setting of the model may be a mistake", reason=doubt)
         declared = encode_registration(
-            ready.settings, ready.inputs, ready.outputs, ready.kind, ready.parameters
+            ready.settings, ready.inputs, ready.outputs, ready.kind, ready.parameters, ready.version
         )
+        self._metrics.set_version(ready.version)
+        if ready.version:
+            self._batch_log.bind(version=ready.version)
+            self._step_log.bind(version=ready.version)
         self._registrar = Registrar(self._name, declared)
         self._limit_batches(self._registrar)
         self._heartbeat = Heartbeat(

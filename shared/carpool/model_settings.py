@@ -542,9 +542,9 @@ _ONLY_OF: Final[Mapping[str, Sequence[ModelKind]]] = {
     "max_candidate_sequences": (ModelKind.STATEFUL,),
     "max_sequence_idle_ms": (ModelKind.STATEFUL, ModelKind.BOUND),
 }
-_OF_BATCHES: Final = ("max_execution_ms", "max_result_bytes")
+_OF_BATCHES: Final = ("max_execution_ms", "max_result_bytes", "max_batch_cost")
 _OF_STEPS: Final = (
-    *("max_batch_size", "max_batch_cost", "max_prefill_cost", "stream_buffer", "reader_idle_ms"),
+    *("max_batch_size", "max_prefill_cost", "stream_buffer", "reader_idle_ms"),
     *_OF_BATCHES,
 )
 _IN_ORDER_ANYWAY: Final = (

@@ -101,7 +101,7 @@ async def test_chunks_are_yielded_as_they_come_and_then_the_whole(
     service.write(request, final(request, pack("Once upon a time"), index=3, first_us=4120))
     assert [value async for value in stream] == []
     assert stream.reply is not None
-    assert stream.reply == ("Once upon a time", request.correlation_id, 1, 5, 70, 4120)
+    assert stream.reply == ("Once upon a time", request.correlation_id, 1, 5, 70, 4120, "")
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
 
@@ -245,7 +245,7 @@ async def test_result_of_a_model_that_does_not_step_is_the_only_chunk(
         service.write_rows(request, pack({"datatype": "INT64", "shape": [2], "data": data}))
     (only,) = await collect(stream)
     assert (only.tolist() if isinstance(only, np.ndarray) else only) == value
-    assert stream.reply is not None and stream.reply[1:] == (request.correlation_id, 1, 5, 70, None)
+    assert stream.reply is not None and stream.reply[1:] == (request.correlation_id, 1, 5, 70, None, "")
 
 
 async def test_stream_without_chunks_ends(client: AsyncClient, service: StreamingService) -> None:
@@ -640,7 +640,7 @@ def test_threads_iterate_over_chunks(blocking: Client, service: StreamingService
         assert next(stream) == text
     service.write(request, final(request, pack("Once upon"), index=2, first_us=400))
     assert list(stream) == []
-    assert stream.reply == ("Once upon", stream.correlation_id, 1, 5, 70, 400)
+    assert stream.reply == ("Once upon", stream.correlation_id, 1, 5, 70, 400, "")
 
 
 def test_each_thread_has_its_own_stream(

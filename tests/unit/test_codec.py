@@ -722,11 +722,11 @@ def test_model_that_asks_gets_the_fields_of_each_request() -> None:
         return batch
 
     finish(codec, prepared(codec, *requests), predict)
-    ids = [request.correlation_id for request in requests]
+    ids, arrival_s = [request.correlation_id for request in requests], requests[0].arrival_us / 1e6
     assert seen == {
-        11: RequestInfo(ids[0], "lane", {"trace": b"\x00t"}),
-        12: RequestInfo(ids[1], "lane", {}),
-        31: RequestInfo(ids[2], "lane", {"user": b"u"}),
+        11: RequestInfo(ids[0], "lane", {"trace": b"\x00t"}, arrival_s=arrival_s),
+        12: RequestInfo(ids[1], "lane", {}, arrival_s=arrival_s),
+        31: RequestInfo(ids[2], "lane", {"user": b"u"}, arrival_s=arrival_s),
     }
 
 

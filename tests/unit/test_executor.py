@@ -133,7 +133,7 @@ def test_failing_item_fails_alone_and_the_others_get_their_results() -> None:
 @pytest.mark.parametrize("bad_bodies", [(0,), (6,), (0, 6), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
 def test_failing_items_are_isolated_with_at_most_two_calls_for_each_item(bad_bodies: tuple[int, ...]) -> None:
     model = Counting(*bad_bodies)
-    failures, results, executed, raised, _ = run(model, list(range(7)))
+    failures, results, executed, raised, *_ = run(model, list(range(7)))
     assert (executed, raised) == (0, bad_bodies)
     assert failures == {body: failed(f"bad body {body}") for body in bad_bodies}
     assert results == [-number for number in range(7) if number not in bad_bodies]

@@ -288,6 +288,8 @@ def test_lone_surrogate_in_a_header_is_replaced(pair: tuple[socket.socket, socke
             (TensorSpec("y", "INT8", (2,)),),
             True,
             {"max_batch_sise": "max_batch_size"},
+            version="2",
+            has_cost=True,
         ),
         Ready({}, (), (), False, {}),
         LoadFailed("RuntimeError: no weights", "Traceback ..."),

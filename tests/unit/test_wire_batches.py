@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,6 +116,22 @@ def test_rows_stay_rows_and_stored_bodies_stay_stored() -> None:
     batch = decode_batch(b"9-0", [b"runs", encode_batch(Dispatch(entry.runs + stored.runs, "full", ""))], 1)
     assert [run.bodies for run in batch.runs] == [Rows(b"h", b"1234", 2), [StoredBody("k", 7)]]
     assert [run.correlation_ids for run in batch.runs] == [["a", "b"], [stored.id]]
+
+
+def test_priority_and_cost_are_in_a_run_unless_they_are_the_defaults() -> None:
+    usual, urgent, free = (Run(Entry("1-0", 0), [name], [b"1"]) for name in "abc")
+    urgent.priority, free.cost = 9, 0
+    packed = encode_batch(Dispatch([usual, urgent, free], "full", ""))
+    runs = decode_batch(b"9-0", [b"runs", packed], 1).runs
+    assert [(run.priority, run.cost) for run in runs] == [(4, 1), (9, 1), (4, 0)]
+    assert [len(fields) for fields in msgpack.unpackb(packed)] == [11, 13, 13]
+
+
+def test_settled_entry_has_the_cost_that_the_model_told() -> None:
+    assert settled_fields(Executed(cost=0)) == []
+    flat = [b"batch", b"9-0", *(str(part).encode() for part in settled_fields(Executed(cost=70)))]
+    event = decode_settled(flat)
+    assert isinstance(event, BatchSettled) and event.cost == 70
 
 
 def test_batch_without_the_optional_fields_has_defaults() -> None:

@@ -17,6 +17,7 @@ from carpool.wire.registration import (
     describe_differing,
     differing,
     encode_registration,
+    versions_of,
 )
 from carpool.wire.tensors import DATATYPES, TensorSpec
 
@@ -97,7 +98,17 @@ def test_one_worker_registers_what_it_declares() -> None:
     own = declared(tensor="x", max_batch_size=4, tenant_weights={"gold": 4})
     assert combined(own, []) == own
     assert combined(own, [], declared(max_batch_size=64)) == own  # of a worker that is gone
-    assert set(own) | {"outputs", "parameters"} == set(FIELDS)
+    assert set(own) | {"outputs", "parameters", "version"} == set(FIELDS)
+
+
+def test_version_is_that_of_the_worker_that_registered_last_while_one_has_it() -> None:
+    old, new, unnamed = (
+        encode_registration({"max_batch_size": "4"}, [], [], version=version) for version in ("1", "2", "")
+    )
+    assert combined(new, [old])["version"] == combined(old, [new], new)["version"] == "2"
+    assert combined(old, [], new)["version"] == "1"  # the other one has gone
+    assert "version" not in combined(unnamed, [], new) and "version" not in combined(unnamed, [new])
+    assert (differing([old, new]), versions_of([new, old, unnamed, new])) == ({}, {"": 1, "1": 1, "2": 2})
 
 
 def test_the_worker_that_registered_last_decides_what_has_no_order_while_one_declares_it() -> None:

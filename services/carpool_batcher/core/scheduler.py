@@ -6,7 +6,8 @@
    as a whole; then two may be ahead of a process, if they are short. All others wait in the queue, where
    batches still grow, priorities still count and deadlines can still be met.
 2. A batch is ready for one of these reasons, the first that applies:
-     full      it reached `max_batch_size`, `max_batch_cost` or MAX_BATCH_BYTES
+     full      it reached `max_batch_size`, `max_batch_cost` or MAX_BATCH_BYTES, or has as many requests as
+               usually cost `max_batch_cost`, where the model tells costs (`learned.request_costs`)
      preferred it reached one of `preferred_batch_sizes`: the largest that can be filled is dispatched
      deadline  a request in its lane would miss its deadline by waiting longer
      efficient (`deferred` only) to wait for more requests would not raise throughput (`policies.plan`)
@@ -50,13 +51,14 @@ A request is in exactly one state: ARCHITECTURE.md, "The path of a request", sho
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from typing import Final
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Entry, Run, Withdrawal
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.applied_settings import AppliedSettings
+from carpool_batcher.core.applied_settings import NO_LIMIT, AppliedSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity
 from carpool_batcher.core.copies import Copies, unanswered
 from carpool_batcher.core.deadlines import Deadlines
@@ -70,6 +72,8 @@ from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, Withdrawn
+
+USUAL_SIZE_CHANGE_RATIO: Final = 1 / 8  # by which it must differ to be applied: all lanes are looked at then
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
@@ -148,6 +152,7 @@ class Scheduler:
         """These are the settings and the kind from now on."""
         self._settings = settings
         is_stepping = kind is ModelKind.STEPPING
+        self._applied.usual_size = self.learned.costs.usual_size(settings.max_batch_cost) or NO_LIMIT
         self._applied.update(settings, kind)
         self._dispatcher.choose_policy(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
@@ -155,6 +160,16 @@ class Scheduler:
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
         slots = settings.max_batch_size if is_stepping else None
         self.capacity.set_slots(slots, settings.max_batch_cost)
+
+    def observe_cost(self, lane: str, requests: int, cost: int) -> None:
+        """The model told what so many requests of a batch that settled, at least one, cost together."""
+        self.learned.costs.observe(lane, requests, cost)
+        usual = self.learned.costs.usual_size(self._settings.max_batch_cost) or NO_LIMIT
+        before, size_max = self._applied.usual_size, self._settings.max_batch_size
+        if abs(min(usual, size_max) - min(before, size_max)) > USUAL_SIZE_CHANGE_RATIO * min(
+            before, size_max
+        ):
+            self._apply(self._settings, self.kind)
 
     @property
     def model_processes(self) -> int:

@@ -39,6 +39,7 @@ class IndexEntry(NamedTuple):
     name: str
     state: str
     reason: str = ""
+    version: str = VERSION
 
 
 def _encode(document: Any) -> bytes:
@@ -50,11 +51,11 @@ def unknown_model(name: str) -> NotFoundError:
     return NotFoundError(f"Request for unknown model: '{name}' is not found")
 
 
-def check_version(name: str, version: str) -> None:
-    """Raise NotFoundError unless a model has this version; each has one."""
-    if version != VERSION:
+def check_version(name: str, version: str, of_model: str = VERSION) -> None:
+    """Raise NotFoundError unless this is the version of a model; each has one."""
+    if version != of_model:
         raise NotFoundError(
-            f"Request for unknown model: '{name}' version {version} is not found; it has version {VERSION}"
+            f"Request for unknown model: '{name}' version {version} is not found; it has version {of_model}"
         )
 
 
@@ -74,7 +75,7 @@ def model_metadata(model: OfferedModel) -> bytes:
     return _encode(
         {
             "name": model.name,
-            "versions": [VERSION],
+            "versions": [model.version],
             "platform": PLATFORM,
             "inputs": [_tensor_metadata(spec) for spec in model.inputs],
             "outputs": [_tensor_metadata(spec) for spec in model.outputs],
@@ -186,7 +187,7 @@ def repository_index(entries: Sequence[IndexEntry], *, ready_only: bool) -> byte
     """The models, with their states."""
     return _encode(
         [
-            {"name": entry.name, "version": VERSION, "state": entry.state, "reason": entry.reason}
+            {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
             for entry in entries
             if entry.state == READY or not ready_only
         ]

@@ -77,7 +77,7 @@ class Prepared:
         if self._alike is not None and (response := self._alike.response(results)) is not None:
             return response
         outputs = join_results(self.model, self.plan, results)
-        response = encode_response(self.model.name, self.request.id, outputs)
+        response = encode_response(self.model.name, self.request.id, outputs, self.model.version)
         if self._is_kept:
             self._alike = _alike(outputs, results, response)
         return response

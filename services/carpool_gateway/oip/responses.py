@@ -29,7 +29,9 @@ class Response(NamedTuple):
         return JSON if self.header_length is None else BINARY
 
 
-def encode_response(model_name: str, request_id: str, outputs: Sequence[OutputTensor]) -> Response:
+def encode_response(
+    model_name: str, request_id: str, outputs: Sequence[OutputTensor], model_version: str = VERSION
+) -> Response:
     """The response with these outputs, in their order. `request_id`: empty: none was sent.
 
     Raises ProtocolError for an output that cannot be written in JSON.
@@ -47,6 +49,6 @@ def encode_response(model_name: str, request_id: str, outputs: Sequence[OutputTe
             output["data"] = msgspec.Raw(to_json(data, datatype, f"output {name!r}"))
         written.append(output)
     response: dict[str, Any] = {"id": request_id} if request_id else {}
-    response |= {"model_name": model_name, "model_version": VERSION, "outputs": written}
+    response |= {"model_name": model_name, "model_version": model_version, "outputs": written}
     header = msgspec.json.encode(response)
     return Response([header, *binary], len(header) if binary else None)

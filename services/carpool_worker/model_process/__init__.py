@@ -5,6 +5,7 @@
     frames           what crosses the process boundary
     frame_execution  from a frame to its outcome
     executor         runs the model on a frame's items and isolates the failures
+    costs            what bodies cost, as the model tells, and which are executed together for it
     outputs          what a model returned for a batch: counted, matched, and as it is declared
     states           states of sequences: as a model declares and gets them, and as bytes
     failures         from what the model raised to a status and a detail, or to the end of the process

@@ -5,6 +5,8 @@ failing item is alone, and the others get their results. Of n items, one failing
 calls; the worst case is 2n - 1 calls. A wrong number of results fails all items, because it is unknown which
 results are missing. So do wrong new states.
 
+Where the model tells what a body costs, it gets the items in parts of at most `max_batch_cost` (`costs`).
+
 Those whose deadlines have passed are not executed, and not executed again: nobody waits for their results.
 
 Why: docs/decisions/0027.
@@ -21,6 +23,7 @@ from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT
 from carpool.parts import Buffer
 from carpool.wire.tensors import Array
 from carpool_worker.model_process import frames
+from carpool_worker.model_process.costs import cost_of, of_producers, parts_of
 from carpool_worker.model_process.failures import (
     Observe,
     OutputError,
@@ -28,7 +31,7 @@ from carpool_worker.model_process.failures import (
     failure_of,
     not_observed,
 )
-from carpool_worker.model_process.frames import Failure, FrameHeader
+from carpool_worker.model_process.frames import Failure, FrameHeader, RequestFields
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.outputs import (
     Results,
@@ -43,6 +46,10 @@ from carpool_worker.model_process.outputs import (
 from carpool_worker.model_process.states import States
 
 _LATE_AT_START: Final = (DEADLINE_EXCEEDED, "expired: its deadline passed before its batch was executed")
+_LATE_AT_PART: Final = (
+    DEADLINE_EXCEEDED,
+    "expired: its deadline passed while other parts of its batch were executed (max_batch_cost)",
+)
 _LATE_WHEN_HALVED: Final = (
     DEADLINE_EXCEEDED,
     "expired: the model raised on its batch, and its deadline passed before it was executed again",
@@ -178,9 +185,9 @@ class Outcome(NamedTuple):
     """Failures by index, and the results of all other items, in order.
 
     `results` is a list, or Stacked where the model returned stacked arrays of one layout for all of them.
-    `executed_together`: the number of items that the first call of the model executed; 0 if it
-    raised, or there was none. `raised`: the items on each of which it raised alone. `refused`: those that
-    `validate` rejected.
+    `executed_together`: the number of items that the first call of the model executed, or the first of each
+    part; 0 if one raised, or there was none. `raised`: the items on each of which it raised alone. `refused`:
+    those that `validate` rejected. `cost`: of all items in `parts`, as the model told it; 0 if it tells none.
     """
 
     failures: dict[int, Failure]
@@ -188,6 +195,8 @@ class Outcome(NamedTuple):
     executed_together: int = 0
     raised: Sequence[int] = ()
     refused: Sequence[int] = ()
+    cost: int = 0
+    parts: int = 1
 
 
 class _Given(NamedTuple):
@@ -214,6 +223,8 @@ def execute(
     is_late: Callable[[int], bool] = never_late,
     late: Sequence[int] = (),
     observe: Observe = not_observed,
+    cost_max: int | None = None,
+    producer_costs: Sequence[tuple[int, int]] = (),
 ) -> Outcome:
     """Validate each item, run the model on the valid ones, and isolate those on which it fails.
 
@@ -221,7 +232,7 @@ def execute(
     `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
     `is_late`: whether the deadline of an item has passed by now; such an item is executed once at most.
     `late`: those of which it had passed before, which are not executed. `observe` is told what the model
-    raises, each time it does.
+    raises, each time it does. `cost_max`, `producer_costs`: as in a frame.
     """
     failures = validate(model, items)
     refused = tuple(failures)
@@ -232,9 +243,74 @@ def execute(
     parts: list[Results] = []
     raised: list[int] = []
     given = _Given(items, requests, states, is_late, observe)
+    if model.cost is not None:
+        return _execute_in_parts(model, given, valid, failures, refused, cost_max, producer_costs)
     if valid and not _attempt(model, given, valid, failures, parts, raised):
         return Outcome(failures, join(parts), 0, tuple(raised), refused)
     return Outcome(failures, join(parts), len(valid), (), refused)
+
+
+def _execute_in_parts(
+    model: LoadedModel,
+    given: _Given,
+    valid: Sequence[int],
+    failures: dict[int, Failure],
+    refused: Sequence[int],
+    cost_max: int | None,
+    producer_costs: Sequence[tuple[int, int]],
+) -> Outcome:
+    """As `execute`, of a model that tells the cost of a body."""
+    costs = _costs(model, given, valid, producer_costs, failures)
+    together = parts_of([*costs], costs, cost_max)
+    if model.wants_requests:
+        given = given._replace(requests=_with_costs(given.requests, costs))
+    results: list[Results] = []
+    raised: list[int] = []
+    executed, is_normal = 0, True
+    for number, part in enumerate(together):
+        awaited = _without_late(given, part, failures, _LATE_AT_PART) if number else part
+        if awaited:
+            is_half = len(together) > 1
+            is_normal &= _attempt(model, given, awaited, failures, results, raised, is_half=is_half)
+            executed += len(awaited)
+    cost = sum(costs.values())
+    return Outcome(
+        failures,
+        join(results),
+        executed if is_normal else 0,
+        tuple(raised),
+        refused,
+        cost,
+        max(1, len(together)),
+    )
+
+
+def _costs(
+    model: LoadedModel,
+    given: _Given,
+    valid: Sequence[int],
+    producer_costs: Sequence[tuple[int, int]],
+    failures: dict[int, Failure],
+) -> dict[int, int]:
+    """What each of these items costs, in their order. One whose cost is not known fails."""
+    assert model.cost is not None
+    costs: dict[int, int] = {}
+    sent = of_producers(producer_costs, len(given.items))
+    for index in valid:
+        try:
+            costs[index] = cost_of(model.cost, given.items.item(index), sent[index])
+        except BaseException as error:  # a library's panic, SystemExit: none may end this process
+            if not isinstance(error, OutputError):
+                given.observe(error, (index,))
+            failures[index] = failure_of(error, INTERNAL)
+    return costs
+
+
+def _with_costs(requests: Sequence[RequestFields], costs: Mapping[int, int]) -> Sequence[RequestFields]:
+    told = list(requests)
+    for index, cost in costs.items():
+        told[index] = RequestInfo(*requests[index])._replace(cost=cost)
+    return told
 
 
 def validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
@@ -286,18 +362,20 @@ def _attempt(
         return False
     middle = len(indexes) // 2
     for half in (indexes[:middle], indexes[middle:]):
-        awaited = _without_late(given, half, failures)
+        awaited = _without_late(given, half, failures, _LATE_WHEN_HALVED)
         if awaited:
             _attempt(model, given, awaited, failures, parts, raised, is_half=True)
     return False
 
 
-def _without_late(given: _Given, indexes: Sequence[int], failures: dict[int, Failure]) -> Sequence[int]:
-    """Those of these items that are to be executed again. The others fail."""
+def _without_late(
+    given: _Given, indexes: Sequence[int], failures: dict[int, Failure], why: Failure
+) -> Sequence[int]:
+    """Those of these items that are still to be executed. The others fail."""
     late = [index for index in indexes if given.is_late(index)]
     if not late:
         return indexes
-    failures.update(dict.fromkeys(late, _LATE_WHEN_HALVED))
+    failures.update(dict.fromkeys(late, why))
     return [index for index in indexes if index not in failures]
 
 

@@ -40,7 +40,9 @@ def execute_frame(
     items = decode_items(frame, payload, lambda: frames.divide_payload(again(), states_bytes)[0])
     is_late = _lateness(frame)
     late = [index for index in range(frame.size) if is_late(index)] if _is_one_late(frame) else ()
-    run = partial(execute, model, items, frame.requests, states, is_late, late, observe)
+    run = partial(
+        execute, model, items, frame.requests, states, is_late, late, observe, frame.cost_max, frame.costs
+    )
     header, data = _outcome_of(model, frame, run)
     return header, [data] if states is None else [data, states.without(header.failures)]
 
@@ -74,6 +76,8 @@ def _outcome_of(
         outcome.raised,
         {error: ()} if error else {},
         refused=outcome.refused,
+        cost=outcome.cost,
+        parts=outcome.parts,
     )
     return header, data
 

@@ -66,10 +66,7 @@ _END_OF: Final = "end"  # of sequences
 Layout = tuple[str, str, tuple[int, ...]]  # of one stacked tensor: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
 _Read = Callable[[str, Sequence[int], Buffer], Array]  # datatype, shape, bytes
-RequestFields = tuple[str, str, Mapping[str, bytes]]  # correlation ID, lane, fields for the model
-SequenceFields = tuple[
-    str, str, Mapping[str, bytes], str, bool, bool
-]  # the same, ID of its sequence, start, end
+RequestFields = Sequence[Any]  # those of a RequestInfo (`loaded`), in its order; the last may be missing
 
 
 class Ready(NamedTuple):
@@ -83,6 +80,8 @@ class Ready(NamedTuple):
     kind: ModelKind = ModelKind.PLAIN  # if STEPPING, what follows are the messages of `stepping.frames`
     initial_state: bytes = b""  # if STATEFUL: of a sequence that starts; states of all others are as long
     parameters: Mapping[str, str] = MappingProxyType({})  # for people; secrets are hidden
+    version: str = ""  # empty: it declares none
+    has_cost: bool = False  # it tells the cost of a body
 
 
 class LoadFailed(NamedTuple):
@@ -101,14 +100,19 @@ class FrameHeader(NamedTuple):
     `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
     `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one.
     `result_bytes_max`: how many bytes the result of a request may have, packed.
+    `cost_max`: what the requests of one call of the model may cost together; None: any. `costs`: how many
+    requests, in order, have the same cost from their producers; empty if all have 1. Both only for a model
+    that tells the cost of a body.
     """
 
     first: int
     size: int
     layouts: Sequence[Layout] = ()
-    requests: Sequence[RequestFields | SequenceFields] = ()
+    requests: Sequence[RequestFields] = ()
     deadlines: Sequence[tuple[int, int | None]] = ()
     result_bytes_max: int = RESULT_BYTES_DEFAULT
+    cost_max: int | None = None
+    costs: Sequence[tuple[int, int]] = ()
     redis_ahead_us: int = 0  # set when the frame is sent
     number: int = 0  # set when the frame is sent, and returned with its outcome
 
@@ -136,7 +140,9 @@ class OutcomeHeader(NamedTuple):
     """Model process to worker: failures by index in the frame; the payload has the results of all others.
 
     Without `layouts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
-    `executed_together`: how many requests one call of the model executed; 0 if it took several calls.
+    `executed_together`: how many requests one call of the model executed, or one for each part that
+    `max_batch_cost` allowed; 0 if it took other calls. `parts`: how many there were. `cost`: that of all
+    requests that were executed, as the model told it; 0 if it tells none.
     `raised`: the requests on each of which the model raised alone, by index in the frame.
     `errors`: the names of what it raised (`raised`), the last one last, and the requests concerned, by index
     in the frame: those on which it raised so alone, or else all on which it did. And why a result is too
@@ -155,6 +161,8 @@ class OutcomeHeader(NamedTuple):
     raised: Sequence[int] = ()
     errors: Mapping[str, Sequence[int]] = {}
     refused: Sequence[int] = ()
+    cost: int = 0
+    parts: int = 1
 
     @classmethod
     def read(cls, fields: Sequence[Any]) -> Self:
@@ -164,7 +172,7 @@ class OutcomeHeader(NamedTuple):
         return cls(*fields)
 
 
-_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, dict, list]
+_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, dict, list, int, int]
 
 
 class Raised(NamedTuple):
@@ -412,7 +420,7 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
     kind, *fields = header
     if kind == _LOAD_FAILED:
         return LoadFailed(*fields)
-    settings, inputs, outputs, wants_requests, misspelt, model_kind, initial_state, parameters = fields
+    settings, inputs, outputs, wants_requests, misspelt, model_kind, *others = fields
     return Ready(
         settings,
         tuple(TensorSpec(*spec) for spec in inputs),
@@ -420,8 +428,7 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
         wants_requests,
         misspelt,
         ModelKind(model_kind),
-        initial_state,
-        parameters,
+        *others,
     )
 
 

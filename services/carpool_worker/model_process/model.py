@@ -12,6 +12,7 @@ A stepping model has `begin` and `step` in place of `predict`, or is a generator
         def predict(self, batch): ...           # -> a list or one stacked array, in the order of the batch
         def postprocess(self, outputs): ...     # what predict returned -> results
         def unload(self): ...
+        def cost(self, body): ...               # optional: what it counts against max_batch_cost
 
 A model that keeps states of sequences declares them, and gets and returns them with each batch:
 
@@ -27,6 +28,7 @@ A model that has them inside binds each sequence to a *slot* of its process, and
         def end(self, sequence): ...            # optional; once for each `start`, however it ended
 
 `load`, or `__init__`, may declare parameters after a `*`: see `parameters`. A function has none.
+`version = "2"` is a name for it, which results, logs and metrics show.
 
 A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
 exception, or return one in place of an item's result; carpool.errors has one for each status. A method
@@ -43,6 +45,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from carpool.keys import MODEL_VERSION, MODEL_VERSION_CHARS_MAX
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.plugins import UnusableError, reason_of
 from carpool.wire.tensors import StateSpec, TensorSpec
@@ -200,6 +203,10 @@ def _adapt_bound(model: Any, device: str, given: Given) -> BoundModel:
         )
     loaded = adapt(model, device, given)
     _check_kind(loaded.settings, ModelKind.BOUND)
+    if loaded.cost is not None:
+        raise UnusableError(
+            "the model has 'cost' and 'binds_sequences': it executes all slots together, always"
+        )
     start, end = getattr(model, "start", None), getattr(model, "end", None)
     for name, hook in (("start", start), ("end", end)):
         _check_plain(name, hook)
@@ -309,6 +316,8 @@ def _declarations(model: Any, given: Given) -> dict[str, Any]:
         "settings": _settings(model),
         "misspelt": dict(_misspelt(model)),
         "parameters": given.parameters.shown,
+        "version": _version(model),
+        "cost": _cost(model),
     }
 
 
@@ -357,6 +366,37 @@ def _settings(model: Any) -> ModelSettings:
     except ValueError as error:
         raise UnusableError(str(error)) from None
     return settings
+
+
+def _cost(model: Any) -> Callable[[Any], Any] | None:
+    cost = getattr(model, "cost", None)
+    if cost is None:
+        return None
+    if not callable(cost):
+        raise UnusableError(
+            f"the model's 'cost' is {cost!r:.80}: it must be a method cost(self, body) that tells what a "
+            "body counts against max_batch_cost"
+        )
+    _check_plain("cost", cost)
+    try:
+        inspect.signature(cost).bind(None)
+    except TypeError:
+        raise UnusableError("the model's 'cost' must take one argument: the body of a request") from None
+    except ValueError:  # some C functions have no signature
+        pass
+    return cost  # type: ignore[no-any-return]
+
+
+def _version(model: Any) -> str:
+    declared = getattr(model, "version", None)
+    if declared is None:
+        return ""
+    if not isinstance(declared, str) or not MODEL_VERSION.fullmatch(declared):
+        raise UnusableError(
+            f"the model's 'version' is {declared!r:.80}: it must be text of 1 to {MODEL_VERSION_CHARS_MAX} "
+            "letters, digits and characters of . _ : + -, such as '2' or '2025-03-01'"
+        )
+    return declared
 
 
 def _misspelt(model: Any) -> Iterator[tuple[str, str]]:
