@@ -97,6 +97,24 @@ def test_texts(shape: list[int]) -> None:
     assert document(response)["outputs"] == [tensor(texts, "BYTES", shape)]
 
 
+@pytest.mark.parametrize("size", [3, 1])
+def test_bytes(size: int) -> None:
+    """Given elements of any bytes, also empty ones and texts, expect a model to get bytes objects."""
+    elements = [bytes(range(256)), b"", b"a\0"][:size]
+    seen: list[Any] = []
+
+    class Seeing(Identity):
+        def predict(self, batch: Any) -> Any:
+            seen.append(batch.tolist())
+            return batch
+
+    data = b"".join(struct.pack("<I", len(element)) + element for element in elements)
+    body, length = with_binary(("x", "BYTES", [1, size], data), parameters={"binary_data_output": True})
+    assert binary_part(served(Seeing("BYTES"), body, length)) == data
+    assert binary_part(served(Seeing("BYTES", (1,)), elements[0], b"0")) == data[: 4 + len(elements[0])]
+    assert seen == [[elements], [elements[:1]]]
+
+
 def test_rows_reach_a_model_process_as_they_came() -> None:
     spec = TensorSpec("x", "FP32", (2,))
     body, length = with_binary(("x", "FP32", [3, 2], bytes(range(24))))

@@ -299,6 +299,15 @@ def test_classes_of_a_matrix_count_its_elements() -> None:
     assert document(found)["outputs"][0]["data"] == ["4:2", "3:3"]
 
 
+def test_classes_have_labels_where_the_model_declares_them() -> None:
+    """Given labels for some of the elements, and an empty one, expect no label for the others."""
+    model = offered([], [TensorSpec("y", "FP32", (4,), labels=("cat", "", "Käfer: 2"))])
+    found = returned(model, [np.array([1, 2, 3, 4], "f4"), np.array([4, 0, 0, 0], "f4")], classes(4))
+    assert document(found)["outputs"][0]["data"][:5] == [
+        "4.000000:3", "3.000000:2:Käfer: 2", "2.000000:1", "1.000000:0:cat", "4.000000:0:cat",
+    ]  # fmt: skip
+
+
 def test_too_many_elements_to_classify(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "CLASSIFIED_ELEMENTS_MAX", 3)
     with pytest.raises(ProtocolError, match="at most 3"):

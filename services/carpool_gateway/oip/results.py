@@ -69,7 +69,7 @@ def join_results(model: OfferedModel, plan: Plan, results: Sequence[RowResult]) 
             OutputTensor(RESULT.name, "BYTES", shape, elements, output.binary) for output in plan.outputs
         ]
     return [
-        _classified(tensor, output.classes) if output.classes else tensor
+        _classified(tensor, output.classes, output.spec.labels) if output.classes else tensor
         for tensor, output in zip(joined, plan.outputs, strict=True)
     ]
 
@@ -110,10 +110,11 @@ def _tensors_of(model: OfferedModel, result: RowResult) -> Mapping[str, Any]:
 
 
 def _as_tensor(value: Any, spec: TensorSpec) -> Any:
-    """A tensor's map; also of a plain number or text, as which a tensor without dimensions may be written."""
+    """A tensor's map; also of a plain number, text or bytes, as which one without dimensions may be
+    written."""
     if spec.shape or type(value) not in _KINDS_OF_PLAIN:
         return value
-    if type(value) is str:
+    if type(value) in (str, bytes):
         return {"datatype": "BYTES", "shape": [], "data": [value]}
     try:
         data = to_bytes(array_of(value, spec.datatype), spec.datatype)
@@ -122,7 +123,7 @@ def _as_tensor(value: Any, spec: TensorSpec) -> Any:
     return {"datatype": spec.datatype, "shape": [], "data": data}
 
 
-_KINDS_OF_PLAIN: Final = frozenset({bool, int, float, str})
+_KINDS_OF_PLAIN: Final = frozenset({bool, int, float, str, bytes})
 
 
 def _joined(model: OfferedModel, plan: Plan, results: Sequence[RowResult]) -> list[OutputTensor]:
@@ -187,8 +188,9 @@ def _element(result: RowResult, is_chosen: bool) -> bytes:
     return value if isinstance(value, bytes) else encode_body(JSON, value)
 
 
-def _classified(tensor: OutputTensor, classes: int) -> OutputTensor:
-    """The largest elements of each row, as texts: the value, its index, with a colon between them.
+def _classified(tensor: OutputTensor, classes: int, labels: Sequence[str]) -> OutputTensor:
+    """The largest elements of each row, as texts: the value, its index, and its label if it has one, with
+    colons between them.
 
     Among equal ones the lower index is first. Floats have six digits after the point; NaN is last.
     """
@@ -207,8 +209,14 @@ def _classified(tensor: OutputTensor, classes: int) -> OutputTensor:
     # Sorted upwards from behind and turned round: so equal elements keep their order.
     order = width - 1 - np.argsort(ranks[:, ::-1], axis=1, kind="stable")[:, ::-1][:, :classes]
     texts = [
-        (b"%f:%d" if is_float else b"%d:%d") % (values[row, index], index)
+        (b"%f:%d%b" if is_float else b"%d:%d%b") % (values[row, index], index, _label(labels, index))
         for row in range(rows)
         for index in order[row].tolist()
     ]
     return tensor._replace(datatype="BYTES", shape=(rows, min(classes, width)), data=texts)
+
+
+def _label(labels: Sequence[str], index: int) -> bytes:
+    """The end of a class's text; empty if it has no label."""
+    label = labels[index] if index < len(labels) else ""
+    return b":" + label.encode() if label else b""
