@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from functools import partial
 from typing import Final
 
-from carpool.errors import InternalError, NotFoundError
+import structlog
+
+from carpool.errors import CarpoolError, InternalError, NotFoundError
 from carpool.keys import Keys
+from carpool.shown import trace_of
 from carpool.wire.statistics import ModelStatistics
 from carpool_gateway.links import Links
 from carpool_gateway.oip.documents import LOADING, READY, UNAVAILABLE, IndexEntry, unknown_model
@@ -17,24 +22,53 @@ _MODELS_MAX: Final = 10_000
 
 
 class Catalog:
-    """What was read of each model lately."""
+    """What was read of each model lately.
+
+    A model that is used is read again before what is known of it is too old, and once for all requests that
+    want it: otherwise those of a thousand connections would wait for that together, each with commands of its
+    own.
+    """
 
     def __init__(self, links: Links, prefix: str) -> None:
         self._links = links
         self._prefix = prefix
         self._known: dict[str, tuple[float, OfferedModel]] = {}
+        self._reads: dict[str, asyncio.Task[OfferedModel]] = {}  # under way
+        self._log = structlog.get_logger()
 
     def known(self, name: str) -> OfferedModel | None:
         """A model, if it was read lately."""
         found = self._known.get(name)
-        return found[1] if found is not None and found[0] > time.monotonic() - AGE_S_MAX else None
+        if found is None:
+            return None
+        read_at_s, model = found
+        age_s = time.monotonic() - read_at_s
+        if age_s > AGE_S_MAX:
+            return None
+        if age_s > AGE_S_MAX / 2:
+            self._read(name)
+        return model
 
     async def model(self, name: str) -> OfferedModel:
         """A model with its settings and an operator's overrides. Raises NotFoundError if no worker has
         registered it, and other CarpoolErrors."""
-        model = self.known(name)
-        if model is not None:
-            return model
+        return self.known(name) or await asyncio.shield(self._read(name))
+
+    def _read(self, name: str) -> asyncio.Task[OfferedModel]:
+        """Begin to read a model, unless that is under way."""
+        reading = self._reads.get(name)
+        if reading is None:
+            reading = self._reads[name] = asyncio.ensure_future(self._read_now(name))
+            reading.add_done_callback(partial(self._on_read, name))
+        return reading
+
+    def _on_read(self, name: str, reading: asyncio.Task[OfferedModel]) -> None:
+        del self._reads[name]
+        error = None if reading.cancelled() else reading.exception()
+        if error is not None and not isinstance(error, CarpoolError):
+            self._log.error("model cannot be read", model=name, exception=trace_of(error))
+
+    async def _read_now(self, name: str) -> OfferedModel:
         keys = Keys(name, self._prefix)
         registration = _texts(await self._links.call(keys.registration, ("HGETALL", keys.registration)))
         if not registration:
