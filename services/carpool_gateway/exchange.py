@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol
 
-from carpool_gateway.answers import JSON_HEADER, HttpError, error_body
+from carpool.errors import CarpoolError
+from carpool_gateway.answers import JSON_HEADER, HttpError, error_body, http_error_of
 
 _NO_PARAMETERS: Final[Mapping[str, str]] = {}
 
@@ -23,6 +24,7 @@ class Connection(Protocol):
     async def write_part(self, exchange: Exchange, part: bytes) -> None: ...
     def write_end(self, exchange: Exchange) -> None: ...
     def abort(self) -> None: ...
+    def failure(self, error: Exception, request_id: str) -> HttpError: ...
 
 
 # Handles an exchange whose body is complete: at once, or in a task.
@@ -84,6 +86,15 @@ class Exchange:
             self.connection.abort()
         else:
             self.respond(error.code, JSON_HEADER + error.headers, error_body(error))
+
+    def fail_with(self, error: Exception) -> None:
+        """Answer with the error that an exception means. One that is neither HttpError nor CarpoolError is a
+        mistake of the gateway's own: it is logged."""
+        if isinstance(error, CarpoolError):
+            error = http_error_of(error)
+        elif not isinstance(error, HttpError):
+            error = self.connection.failure(error, self.request_id)
+        self.fail(error)
 
     def begin(self, code: int, headers: bytes) -> None:
         """Begin an answer that is written in parts."""

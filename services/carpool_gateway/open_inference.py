@@ -22,7 +22,7 @@ from carpool.errors import OK, CarpoolError, InternalError, InvalidArgumentError
 from carpool.messages.results import ResultColumns
 from carpool.rows import Rows
 from carpool.wire.statistics import ModelStatistics
-from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError, http_error_of
+from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.compression import COMPRESSED_BYTES_MIN, chosen_coding, compress
 from carpool_gateway.exchange import Exchange, Handler
@@ -170,10 +170,7 @@ class OpenInference:
     async def _prepare(self, exchange: Exchange) -> None:
         await decompress(exchange, self._limits)
         model = await self._catalog.model(exchange.model)
-        try:
-            channel = await self._producer.open_channel(exchange.model, self._default_timeout_s)
-        except NotFoundError:
-            raise documents.unknown_model(exchange.model) from None
+        channel = self._producer.channels.get(exchange.model) or await self._open_channel(exchange.model)
         if exchange.is_gone:
             return
         body, length = exchange.body, exchange.headers.get(_LENGTH)
@@ -181,6 +178,12 @@ class OpenInference:
         prepared, bodies = await self.compute(read) if _is_large(body, length) else read()
         if not exchange.is_gone:
             self._send(exchange, channel, prepared, bodies)
+
+    async def _open_channel(self, name: str) -> Channel:
+        try:
+            return await self._producer.open_channel(name, self._default_timeout_s)
+        except NotFoundError:
+            raise documents.unknown_model(name) from None
 
     async def compute(self, work: Callable[[], _T]) -> _T:
         """The result of what takes long, from the other thread."""
@@ -343,19 +346,16 @@ class _Rows:
             return
         try:
             answer = _response_of(prepared, found, coding)
-        except CarpoolError as error:
-            exchange.fail(http_error_of(error))
+        except Exception as error:
+            exchange.fail_with(error)
         else:
             exchange.respond(200, *answer)
 
     async def _respond_later(self, work: Callable[[], tuple[bytes, bytes]]) -> None:
         try:
             answer = await self._owner.compute(work)
-        except CarpoolError as error:
-            self._exchange.fail(http_error_of(error))
-        except Exception:
-            self._exchange.fail(HttpError(500, "the gateway failed; its log says more"))
-            raise
+        except Exception as error:
+            self._exchange.fail_with(error)
         else:
             self._exchange.respond(200, *answer)
 

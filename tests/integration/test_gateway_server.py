@@ -410,6 +410,33 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         assert server.app.gone == ["/parts"]
 
 
+def test_a_client_that_reads_slowly_is_cut_off() -> None:
+    """Given one that takes its answer byte by byte, as slowhttptest -X does, expect the end at the limit."""
+    with running() as server, Connection(server.url) as connection:
+        connection.send(request("GET", "/large"))
+        assert connection.answer(has_body=False).code == 200
+        while server.server.connections:
+            connection.socket.recv(1)
+        assert len(connection.rest()) < LARGE_BYTES, "what was on its way"
+        assert server.server.memory.held_bytes == 0
+
+
+def test_no_further_answer_is_made_for_a_client_that_does_not_read() -> None:
+    """Given requests that were sent ahead, expect that the second waits until the first answer was read."""
+    with running(LIMITS._replace(write_s=30, idle_s=30)) as server, Connection(server.url) as connection:
+        connection.send(request("GET", "/large") * 3)
+        wait_until(lambda: server.app.done, description="the first is answered")
+        held = server.server.memory.held_bytes
+        assert call(server.url, "GET", "/").code == 200, "others are served"
+        wait_until(lambda: len(server.app.done) > 1, description="that is counted")
+        assert [path for path, *_ in server.app.done] == ["/large", "/"]
+        assert 0 < held <= LARGE_BYTES + 1000
+        assert call(server.url, "POST", "/", b"x").code == 503, "too much is held for a body"
+        for _ in range(3):
+            assert len(connection.answer().body) == LARGE_BYTES
+        assert server.server.memory.held_bytes == 0
+
+
 def test_a_slow_reader_gets_all_of_the_last_answer() -> None:
     with running(LIMITS._replace(write_s=30)) as server, Connection(server.url) as connection:
         connection.send(request("GET", "/large", Connection="close"))
