@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
+from carpool.client.lookup import ModelLookup
 from carpool.errors import CarpoolError, InternalError, NotFoundError
 from carpool.keys import Keys
 from carpool.shown import trace_of
 from carpool.wire.statistics import ModelStatistics
-from carpool_gateway.links import Links
 from carpool_gateway.oip.documents import LOADING, READY, UNAVAILABLE, IndexEntry, unknown_model
 from carpool_gateway.oip.models import OfferedModel
+from carpool_gateway.redis_calls import RedisCalls
 
 AGE_S_MAX: Final = 1.0  # of what is known of a model
 _MODELS_MAX: Final = 10_000
@@ -29,12 +30,16 @@ class Catalog:
     own.
     """
 
-    def __init__(self, links: Links, prefix: str) -> None:
-        self._links = links
+    def __init__(self, calls: RedisCalls, prefix: str) -> None:
+        self._calls = calls
+        self._lookup = ModelLookup(self._call, prefix)
         self._prefix = prefix
         self._known: dict[str, tuple[float, OfferedModel]] = {}
         self._reads: dict[str, asyncio.Task[OfferedModel]] = {}  # under way
         self._log = structlog.get_logger()
+
+    async def _call(self, *command: str) -> Any:
+        return await self._calls.call(command[1], command)  # which is the key
 
     def known(self, name: str) -> OfferedModel | None:
         """A model, if it was read lately."""
@@ -52,7 +57,10 @@ class Catalog:
     async def model(self, name: str) -> OfferedModel:
         """A model with its settings and an operator's overrides. Raises NotFoundError if no worker has
         registered it, and other CarpoolErrors."""
-        return self.known(name) or await asyncio.shield(self._read(name))
+        model = self.known(name)
+        if model is None:
+            model = await asyncio.shield(self._read(name))
+        return model
 
     def _read(self, name: str) -> asyncio.Task[OfferedModel]:
         """Begin to read a model, unless that is under way."""
@@ -70,11 +78,11 @@ class Catalog:
 
     async def _read_now(self, name: str) -> OfferedModel:
         keys = Keys(name, self._prefix)
-        registration = _texts(await self._links.call(keys.registration, ("HGETALL", keys.registration)))
+        registration = _texts(await self._call("HGETALL", keys.registration))
         if not registration:
             self._known.pop(name, None)
             raise unknown_model(name)
-        overrides = _texts(await self._links.call(keys.overrides, ("HGETALL", keys.overrides)))
+        overrides = _texts(await self._call("HGETALL", keys.overrides))
         try:
             model = OfferedModel.of(name, registration, overrides)
         except ValueError as error:
@@ -91,14 +99,14 @@ class Catalog:
         """Whether a registered model has a process. Raises as `model` does."""
         await self.model(name)
         keys = Keys(name, self._prefix)
-        return bool(await self._links.call(keys.workers, ("ZCARD", keys.workers)))
+        return await self._lookup.has_process(keys)
 
     async def statistics(self, name: str) -> ModelStatistics:
         """What became of the requests of a registered model, as all gateways tell it. Raises as `model`
         does."""
         await self.model(name)
         key = Keys(name, self._prefix).statistics
-        flat = await self._links.call(key, ("HGETALL", key))
+        flat = await self._call("HGETALL", key)
         names = [name.decode("utf-8", "replace") for name in flat[::2]]
         return ModelStatistics.of(dict(zip(names, flat[1::2], strict=True)))
 
@@ -113,7 +121,7 @@ class Catalog:
         if is_ready:
             return IndexEntry(name, READY)
         keys = Keys(name, self._prefix)
-        if await self._links.call(keys.loading, ("EXISTS", keys.loading)):
+        if await self._lookup.is_loading(keys):
             return IndexEntry(name, LOADING, "a worker is loading it")
         return IndexEntry(name, UNAVAILABLE, "no worker serves it now")
 

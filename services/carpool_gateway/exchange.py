@@ -38,7 +38,6 @@ class Exchange:
     `body`: complete when the handler is called. `body_bytes`: what of it is held in memory.
     `on_gone`: called once if the client goes away before the answer is written.
     `route`: the name of its route, for metrics. `parameters`: what is in the path for the names of its route.
-    `extra`: what the handler keeps for itself.
     """
 
     # What is not set is found in the class: a request sets few of these.
@@ -55,7 +54,6 @@ class Exchange:
     is_gone = False
     is_chunked = False  # the answer is written in parts
     on_gone: Callable[[Exchange], None] | None = None
-    extra: Any = None
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.options import RequestOptions, read_options
@@ -25,9 +25,9 @@ from carpool.wire.statistics import ModelStatistics
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.compression import COMPRESSED_BYTES_MIN, chosen_coding, compress
+from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.inference import check_encoding, decompress
-from carpool_gateway.keys import Key, now_s
 from carpool_gateway.limits import Limits
 from carpool_gateway.native.options import options_of
 from carpool_gateway.oip import documents
@@ -36,7 +36,7 @@ from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import Plan
 from carpool_gateway.oip.prepared import Prepared, Preparer
 from carpool_gateway.oip.requests import HEADER_LENGTH, InferRequest
-from carpool_gateway.oip.results import RowResult
+from carpool_gateway.oip.responses import RowResult
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
 _BINARY_HEADERS: Final = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
@@ -49,11 +49,19 @@ _Read = TypeVar("_Read")
 _ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
 
 
+class _Asked(NamedTuple):
+    """Who asks, and for what in headers."""
+
+    key: Key
+    options: RequestOptions
+
+
 class OpenInference:
     """Answers exchanges of this protocol."""
 
     def __init__(
         self,
+        *,
         producer: Producer,
         catalog: Catalog,
         limits: Limits,
@@ -107,23 +115,21 @@ class OpenInference:
 
     def all_statistics(self, exchange: Exchange, key: Key) -> Handler:
         """The same of all models that the key is for."""
-        exchange.extra = key
-        return self._answer_all_statistics
+        return partial(self._answer_all_statistics, key)
 
-    async def _answer_all_statistics(self, exchange: Exchange) -> None:
-        found = await self._of_each(exchange.extra, self._statistics_if_registered)
+    async def _answer_all_statistics(self, key: Key, exchange: Exchange) -> None:
+        found = await self._of_each(key, self._statistics_if_registered)
         exchange.respond(200, JSON_HEADER, documents.model_statistics(dict(found)))
 
     def repository_index(self, exchange: Exchange, key: Key) -> Handler:
         """The states of all models that the key is for. Raises HttpError."""
         check_encoding(exchange)
-        exchange.extra = key
-        return self._answer_index
+        return partial(self._answer_index, key)
 
-    async def _answer_index(self, exchange: Exchange) -> None:
+    async def _answer_index(self, key: Key, exchange: Exchange) -> None:
         await decompress(exchange, self._limits)
         ready_only = documents.decode_index_request(exchange.body)
-        entries = await self._of_each(exchange.extra, self._catalog.index_entry)
+        entries = await self._of_each(key, self._catalog.index_entry)
         exchange.respond(200, JSON_HEADER, documents.repository_index(entries, ready_only=ready_only))
 
     async def _of_each(
@@ -153,21 +159,20 @@ class OpenInference:
         # Some clients send headers of their own names; these have the meaning that they have everywhere.
         options = options_of(exchange.headers, reads_accept=False)
         key.set_tenant(options)
-        exchange.extra = (key, options)
-        return self._infer
+        return partial(self._infer, _Asked(key, options))
 
-    def _infer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+    def _infer(self, asked: _Asked, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
         """Send the rows; answer with their outputs."""
         model = self._catalog.known(exchange.model)
         channel = self._producer.channels.get(exchange.model)
         length = exchange.headers.get(_LENGTH)
         is_plain = b"content-encoding" not in exchange.headers and not _is_large(exchange.body, length)
         if model is None or channel is None or not is_plain:
-            return self._prepare(exchange)
-        self._send(exchange, channel, *self._preparer.prepare(model, exchange.body, length))
+            return self._prepare(asked, exchange)
+        self._send(asked, exchange, channel, *self._preparer.prepare(model, exchange.body, length))
         return None
 
-    async def _prepare(self, exchange: Exchange) -> None:
+    async def _prepare(self, asked: _Asked, exchange: Exchange) -> None:
         await decompress(exchange, self._limits)
         model = await self._catalog.model(exchange.model)
         channel = self._producer.channels.get(exchange.model) or await self._open_channel(exchange.model)
@@ -177,7 +182,7 @@ class OpenInference:
         read = partial(self._preparer.prepare, model, body, length)
         prepared, bodies = await self.compute(read) if _is_large(body, length) else read()
         if not exchange.is_gone:
-            self._send(exchange, channel, prepared, bodies)
+            self._send(asked, exchange, channel, prepared, bodies)
 
     async def _open_channel(self, name: str) -> Channel:
         try:
@@ -196,11 +201,15 @@ class OpenInference:
         task.add_done_callback(self._tasks.discard)
 
     def _send(
-        self, exchange: Exchange, channel: Channel, prepared: Prepared, bodies: Rows | list[bytes]
+        self,
+        asked: _Asked,
+        exchange: Exchange,
+        channel: Channel,
+        prepared: Prepared,
+        bodies: Rows | list[bytes],
     ) -> None:
-        key, options = exchange.extra
-        key.count(max(1, len(bodies)), now_s())
-        timeout_s, fields = self._options(options, prepared.request, prepared.plan)
+        asked.key.count(max(1, len(bodies)), now_s())
+        timeout_s, fields = self._options(asked.options, prepared.request, prepared.plan)
         rows = _Rows(exchange, prepared, len(bodies), self)
         try:
             self._add(channel, prepared.plan.content_type, bodies, fields, timeout_s, rows)

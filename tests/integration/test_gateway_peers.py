@@ -63,7 +63,7 @@ def test_raw_requests(gateway: Service) -> None:
     answer = call(gateway.url, "POST", "/v2/models/Identity/infer", data, Inference_Header_Content_Length="0")
     size = int(answer.headers["inference-header-content-length"])
     assert answer.body[size:] == data
-    for model in ("Sum", "Texts"):  # two inputs; any number of texts
+    for model in ("Sum", "Strings"):  # two inputs; any number of texts
         path = f"/v2/models/{model}/infer"
         assert call(gateway.url, "POST", path, data, Inference_Header_Content_Length="0").code == 400
 

@@ -13,7 +13,7 @@ from carpool_gateway.answers import HttpError
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import Limits
 from carpool_gateway.oip.prepared import Preparer
-from carpool_gateway.oip.results import RowResult
+from carpool_gateway.oip.responses import RowResult
 from support.oip import identity, tensor, written
 
 
@@ -39,7 +39,13 @@ def test_a_mistake_in_a_response_is_logged_and_answered(size: int, monkeypatch: 
     connection = Recording()
 
     async def answered() -> None:
-        owner = open_inference.OpenInference(cast(Any, None), cast(Any, None), Limits(), 1.0, "carpool")
+        owner = open_inference.OpenInference(
+            producer=cast(Any, None),
+            catalog=cast(Any, None),
+            limits=Limits(),
+            default_timeout_s=1.0,
+            server_name="carpool",
+        )
         exchange = Exchange(cast(Any, connection))
         exchange.request_id = "mine"
         prepared, bodies = Preparer().prepare(identity("FP32"), written(tensor([1.5])), None)

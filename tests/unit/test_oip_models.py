@@ -16,8 +16,7 @@ from carpool.rows import Rows
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import plan
 from carpool_gateway.oip.requests import decode_request
-from carpool_gateway.oip.responses import Response, encode_response
-from carpool_gateway.oip.results import RowResult, join_results
+from carpool_gateway.oip.responses import Response, RowResult, encode_response, join_results
 from carpool_worker.dry_run import DryRun
 from carpool_worker.model_process.model import LoadedModel, adapt
 from support.executions import NOW_US, codec_of, prepared

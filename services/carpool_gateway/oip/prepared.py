@@ -18,8 +18,7 @@ from carpool.rows import Rows
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import Plan, plan
 from carpool_gateway.oip.requests import InferRequest, decode_request
-from carpool_gateway.oip.responses import Response, encode_response
-from carpool_gateway.oip.results import OutputTensor, RowResult, join_results
+from carpool_gateway.oip.responses import OutputTensor, Response, RowResult, encode_response, join_results
 
 JSON_BYTES_MAX: Final = 1024  # of a request that is kept
 KEPT_MAX: Final = 1024
