@@ -15,13 +15,18 @@
 - After an answer that ends the connection before all was read, what still comes is read and dropped for a
   moment. Otherwise TCP would reset the connection, and the client might lose the answer.
 
-Why: docs/decisions/0090, docs/decisions/0094.
+Why: docs/decisions/0090, docs/decisions/0094, docs/decisions/0098.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import select
+import socket
+import struct
+import sys
 from collections import deque
 from collections.abc import Coroutine
 from email.utils import formatdate
@@ -39,6 +44,7 @@ from carpool_gateway.request_reader import BODY, ENDED, HEAD, IDLE, RequestReade
 SWEEP_S: Final = 0.25  # how often deadlines are looked at
 LINGER_S: Final = 2.0  # for a client to take the last answer
 DRAIN_IDLE_S: Final = 1.0  # for connections between two requests, when the server drains
+ACCEPT_S: Final = 0.05  # for handshakes under way to end, before the server accepts no more
 AHEAD_MAX: Final = 8  # requests that were sent ahead, until nothing more is read
 JOINED_BYTES_MAX: Final = 64 * 1024  # an answer up to this size is written in one piece
 
@@ -94,17 +100,24 @@ class Server:
         """Answer what has begun, end all connections, and accept no more. Returns whether all was answered.
 
         Answers end their connections from now on. A connection between two requests may have one on its way,
-        and so may one that is not accepted yet: they have DRAIN_IDLE_S.
+        and so may one that is not accepted yet: they have DRAIN_IDLE_S. No connection is reset that a client
+        has opened by then.
         """
         self.is_draining = True
-        self._emptied = self.loop.create_future()
         deadline_s = self.loop.time() + DRAIN_IDLE_S
         for connection in self.connections:
             connection.on_drain(deadline_s)
         await asyncio.sleep(min(DRAIN_IDLE_S, timeout_s))
         assert self._listener is not None
+        try:
+            for listening in self._listener.sockets:
+                _ignore_handshakes(listening.fileno())
+        except OSError as error:  # not every sandbox has filters of sockets
+            self.log.warning("connections that are opened now may be reset", reason=str(error))
+        await asyncio.sleep(min(ACCEPT_S, timeout_s))
         self._listener.close()
         if self.connections:
+            self._emptied = self.loop.create_future()  # before, others could come after the last one
             await asyncio.wait([self._emptied], timeout=timeout_s)
         all_answered = not self.in_flight
         for connection in list(self.connections):
@@ -441,6 +454,32 @@ class Connection(asyncio.Protocol):
         """End the connection at once."""
         self.deadline_s = inf
         self._transport.abort()
+
+
+def _ignore_handshakes(listening: int) -> None:
+    """Let Linux drop the first packets of connections to this socket.
+
+    Those that nobody has accepted are reset when a listening socket is closed, also if their client has sent
+    a request already: then it cannot tell whether that is executed. A client whose first packet is dropped
+    sends it again after a second, and is refused.
+    """
+    if sys.platform != "linux":
+        return
+    program = ctypes.create_string_buffer(b"".join([struct.pack("HBBI", *step) for step in _NO_SYN]))
+    with socket.socket(fileno=os.dup(listening)) as of_listener:
+        pointer = struct.pack("HP", len(_NO_SYN), ctypes.addressof(program))
+        of_listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer)
+
+
+_SO_ATTACH_FILTER: Final = 26
+# A filter in BPF, which sees a packet from its TCP header on. It drops those with SYN and without ACK.
+_NO_SYN: Final = (
+    (0x30, 0, 0, 13),  # load the byte with the flags
+    (0x54, 0, 0, 0x12),  # keep ACK and SYN
+    (0x15, 0, 1, 0x02),  # unless only SYN is left, go one further
+    (0x06, 0, 0, 0),  # drop it
+    (0x06, 0, 0, 0xFFFFFFFF),  # take all of it
+)
 
 
 def _is_closed(transport: asyncio.Transport) -> bool:

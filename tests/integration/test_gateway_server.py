@@ -475,6 +475,30 @@ def test_draining_answers_what_has_begun() -> None:
             Connection(server.url)
 
 
+def test_draining_resets_no_connection() -> None:
+    """Given clients that open a connection for each request, expect that each is answered or refused."""
+    answered, failed = [0] * 4, list[str]()
+
+    def send(client: int, url: str) -> None:
+        while True:
+            try:
+                answered[client] += call(url, "POST", "/", b"x").code == 200
+            except ConnectionRefusedError:
+                return
+            except (OSError, AssertionError) as error:
+                failed.append(f"{type(error).__name__}: {error}")
+
+    with running() as server:
+        clients = [threading.Thread(target=send, args=(at, server.url)) for at in range(len(answered))]
+        for client in clients:
+            client.start()
+        wait_until(lambda: all(answered), description="all have answers")
+        assert server.call(server.server.drain(10))
+        for client in clients:
+            client.join(20)
+    assert not failed
+
+
 # --- compressed bodies -------------------------------------------------------------------------------------
 
 
