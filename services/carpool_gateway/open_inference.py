@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.options import RequestOptions, read_options
@@ -208,9 +208,10 @@ class OpenInference:
         prepared: Prepared,
         bodies: Rows | list[bytes],
     ) -> None:
-        asked.key.count(max(1, len(bodies)), now_s())
+        count = len(bodies)
+        asked.key.count(count or 1, now_s())
         timeout_s, fields = self._options(asked.options, prepared.request, prepared.plan)
-        rows = _Rows(exchange, prepared, len(bodies), self)
+        rows = _Rows(exchange, prepared, count, self)
         try:
             self._add(channel, prepared.plan.content_type, bodies, fields, timeout_s, rows)
         except BaseException:
@@ -232,18 +233,19 @@ class OpenInference:
         """Add each row to an entry."""
         packer = self._producer.packer
         if not isinstance(bodies, Rows):
-            for body, target in zip(bodies, rows.targets, strict=True):
-                encoded = Encoded(content_type, b"", body)
-                rows.names.append(packer.add(channel, encoded, fields, timeout_s, self._sink, target))
+            for element, target in zip(bodies, rows.targets, strict=True):
+                body = (content_type, b"", element)
+                rows.names.append(packer.add(channel, body, fields, timeout_s, self._sink, target))
             return
         head, data, width = bodies.head, bodies.data, bodies.width
-        if len(bodies) < _ENTRY_ROWS_MIN:
+        count = len(rows.targets)
+        if count < _ENTRY_ROWS_MIN:
             for at, target in enumerate(rows.targets):
-                encoded = Encoded(content_type, head, bytes(data[at * width : (at + 1) * width]))
-                rows.names.append(packer.add(channel, encoded, fields, timeout_s, self._sink, target))
+                body = (content_type, head, bytes(data[at * width : (at + 1) * width]))
+                rows.names.append(packer.add(channel, body, fields, timeout_s, self._sink, target))
             return
         step = channel.rows_max(len(head) + width)
-        for start in range(0, len(bodies), step):
+        for start in range(0, count, step):
             targets = rows.targets[start : start + step]
             part = bytes(data[start * width : (start + len(targets)) * width])
             encoded = Encoded(content_type, head, part)
@@ -324,7 +326,7 @@ class _Rows:
         self._results[at] = result
         self._missing -= 1
         if result.status != OK:
-            self._end(at)
+            self._end(at, result)
         elif not self._missing:
             self.finish()
 
@@ -332,10 +334,8 @@ class _Rows:
         """There will be no result of a row."""
         self.put(at, RowResult(error.status, detail=error.detail))
 
-    def _end(self, failed: int) -> None:
+    def _end(self, failed: int, result: RowResult) -> None:
         """Answer with the error of a row, and withdraw the others."""
-        result = self._results[failed]
-        assert result is not None
         if len(self.targets) > 1:
             result = result._replace(detail=f"row {failed}: {result.detail}")
         self.withdraw()
@@ -344,17 +344,17 @@ class _Rows:
     def finish(self) -> None:
         """All results are here: answer with their outputs."""
         self._is_over = True
-        self._respond(self._results)
+        self._respond(cast(list[RowResult], self._results))
 
-    def _respond(self, results: Sequence[RowResult | None]) -> None:
+    def _respond(self, results: Sequence[RowResult]) -> None:
         exchange, prepared = self._exchange, self._prepared
-        found = [one for one in results if one is not None]
-        coding = chosen_coding(exchange.headers.get(b"accept-encoding", b""))
-        if _is_long(prepared.plan, found, coding):
-            self._owner.start(self._respond_later(partial(_response_of, prepared, found, coding)))
+        accepted = exchange.headers.get(b"accept-encoding")
+        coding = chosen_coding(accepted) if accepted is not None else ""
+        if _is_long(prepared.plan, results, coding):
+            self._owner.start(self._respond_later(partial(_response_of, prepared, results, coding)))
             return
         try:
-            answer = _response_of(prepared, found, coding)
+            answer = _response_of(prepared, results, coding)
         except Exception as error:
             exchange.fail_with(error)
         else:
