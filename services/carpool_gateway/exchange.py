@@ -36,7 +36,9 @@ class Exchange:
 
     `headers`: names in small letters; of a header that came several times, all values with commas.
     `body`: complete when the handler is called. `body_bytes`: what of it is held in memory.
-    `on_gone`: called once if the client goes away before the answer is written.
+    `on_gone`: called once if the client goes away before the answer is written; then it is None. What it
+    belongs to often leads back here, and such a cycle would be left to the garbage collector, which holds up
+    all requests.
     `route`: the name of its route, for metrics. `parameters`: what is in the path for the names of its route.
     """
 
@@ -75,7 +77,7 @@ class Exchange:
         """Answer. `headers`: lines with their ends, without those that all answers have. Does nothing if the
         client has gone."""
         if not (self.is_gone or self.code):
-            self.code = code
+            self.code, self.on_gone = code, None
             self.connection.write_answer(self, headers, body)
 
     def fail(self, error: HttpError) -> None:
@@ -108,4 +110,5 @@ class Exchange:
     def end(self) -> None:
         """The last part was written."""
         if not self.is_gone:
+            self.on_gone = None
             self.connection.write_end(self)

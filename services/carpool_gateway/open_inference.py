@@ -313,7 +313,9 @@ class _Rows:
         self._exchange = exchange
         self._prepared = prepared
         self._owner = owner
-        self.targets: list[_Target] = [(self, at) for at in range(count)]
+        self.targets: list[_Target] = [
+            (self, at) for at in range(count)
+        ]  # none once it is over: see `_close`
         self.names: list[str] = []  # correlation IDs of those that were sent
         self._results: list[RowResult | None] = [None] * count
         self._missing = count
@@ -343,7 +345,7 @@ class _Rows:
 
     def finish(self) -> None:
         """All results are here: answer with their outputs."""
-        self._is_over = True
+        self._close()
         self._respond(cast(list[RowResult], self._results))
 
     def _respond(self, results: Sequence[RowResult]) -> None:
@@ -370,9 +372,15 @@ class _Rows:
 
     def withdraw(self) -> None:
         """Withdraw what has no result."""
-        self._is_over = True
-        for name, target in zip(self.names, self.targets, strict=False):  # not all may be sent
+        for name, target in zip(self.names, self._close(), strict=False):  # not all may be sent
             self._owner.withdraw(name, target)
+
+    def _close(self) -> list[_Target]:
+        """It is over. Returns the targets, which lead back here: such cycles would be left to the garbage
+        collector, which runs rarely, and then holds up all requests."""
+        self._is_over = True
+        targets, self.targets = self.targets, []
+        return targets
 
     def withdraw_for(self, _: Exchange) -> None:
         """The client has gone."""

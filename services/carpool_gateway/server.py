@@ -229,6 +229,7 @@ class Connection(asyncio.Protocol):
             exchange.is_gone = True
             if exchange.on_gone is not None:
                 exchange.on_gone(exchange)
+                exchange.on_gone = None
             self.release(exchange)
             self.server.app.on_done(exchange)
 
