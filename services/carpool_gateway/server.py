@@ -15,7 +15,7 @@
 - After an answer that ends the connection before all was read, what still comes is read and dropped for a
   moment. Otherwise TCP would reset the connection, and the client might lose the answer.
 
-Why: docs/decisions/0090, docs/decisions/0094, docs/decisions/0098.
+Why: docs/decisions/0090, docs/decisions/0094, docs/decisions/0099.
 """
 
 from __future__ import annotations

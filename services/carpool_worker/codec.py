@@ -7,7 +7,7 @@ If the model raises, its frame is halved until the failing requests are alone, a
 are late. One producer's failing requests, one in each batch, would so delay those of all others. So requests
 of producers on whose requests the model often raises have frames apart, and delay each other.
 
-Why: docs/decisions/0027, docs/decisions/0028, docs/decisions/0097.
+Why: docs/decisions/0027, docs/decisions/0028, docs/decisions/0098.
 """
 
 from __future__ import annotations
