@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from carpool.keys import MODEL_NAME, MODEL_VERSION
-from carpool_gateway.keys import METRICS
+from carpool_gateway.credentials import METRICS
 from carpool_gateway.routes import NO_SCOPE, Route
 from carpool_gateway.schemas import (
     Accepted,

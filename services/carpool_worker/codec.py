@@ -7,7 +7,7 @@ If the model raises, its frame is halved until the failing requests are alone, a
 are late. One producer's failing requests, one in each batch, would so delay those of all others. So requests
 of producers on whose requests the model often raises have frames apart, and delay each other.
 
-Why: docs/decisions/0027, docs/decisions/0028.
+Why: docs/decisions/0027, docs/decisions/0028, docs/decisions/0098.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from carpool.errors import (
     InvalidArgumentError,
 )
 from carpool.messages.batches import BatchedRun
-from carpool.messages.requests import MSGPACK, RAW
+from carpool.messages.requests import JSON, MSGPACK, RAW
 from carpool.parts import Buffer
 from carpool.producer_ratios import ProducerRatios
 from carpool.rows import Rows, StoredBody
@@ -42,8 +42,10 @@ from carpool.wire.tensors import (
     TensorSpec,
     are_bools,
     array_of,
+    bytes_of,
     check_bools,
     converted,
+    is_tensor,
     tensor_head,
     text_of,
     to_be_sent,
@@ -54,7 +56,6 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import FrameHeader, Layout, OutcomeHeader, Ready, RequestFields
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
-_TEXT: Final = frozenset({str})
 APART_RATIO_MIN: Final = 0.5  # of a producer's recent frames, these raised: halving costs more than a frame
 EXAMPLE_BYTES_MAX: Final = 16 * 1024 * 1024
 ERROR_CHARS_MAX: Final = 200  # of what operators are shown
@@ -90,6 +91,7 @@ class Codec:
         self.inputs = ready.inputs
         self.outputs = ready.outputs
         self.has_tensors = bool(ready.inputs or ready.outputs)  # so octet-stream is the bytes of one
+        self._has_bytes = any(_is_bytes(spec) for spec in (*ready.inputs, *ready.outputs))
         self.wants_requests = ready.wants_requests
         self.batch_size_max: int | None = None  # requests that the model takes at a time; None: any number
         self._version = ready.version
@@ -264,7 +266,7 @@ class Codec:
         layouts: list[Layout] = []
         data: list[bytes] = []
         for spec in inputs:
-            read = _strings if spec.datatype == "BYTES" else _numbers
+            read = _elements if spec.datatype == "BYTES" else _numbers
             shape, item = read(value[spec.name], spec)
             layouts.append((spec.name, spec.datatype, shape))
             data.append(item)
@@ -275,8 +277,11 @@ class Codec:
         return tuple(layouts), data[0]
 
     def _raw_tensor(self, content_type: str, body: bytes) -> tuple[tuple[Layout, ...], bytes]:
-        """An octet-stream body, for a model with one tensor of fixed shape: the tensor's bytes."""
+        """A body of bytes, for a model with one tensor of fixed shape: in octet-stream that tensor's bytes,
+        and in any type the only element of BYTES."""
         spec = self.inputs[0]
+        if len(self.inputs) == 1 and _is_bytes(spec) and {*spec.shape} <= {1}:
+            return ((spec.name, spec.datatype, spec.shape),), _pack([bytes(body)])
         expected_bytes = spec.fixed_bytes
         if content_type != RAW or len(self.inputs) > 1 or expected_bytes is None:
             raise InvalidArgumentError(
@@ -436,13 +441,16 @@ class Codec:
         """Results of requests of one run, which may have several content types."""
         content_type, wanted = run.content_type, accepted(run.extra)
         if wanted or is_value(content_type):  # the usual case: all have one
+            if self._has_bytes and (wanted or content_type) == JSON:
+                values = [_for_json(value) for value in values]
             bodies = [encode_or_error(content_type, wanted, value) for value in values]
             _take_bodies(execution, run, start, positions, bodies, wanted)
             return
         shown = [_shown_as(content_type, value) for value in values]
         for position, value in zip(positions, shown, strict=True):
             chosen_type = result_type(content_type, wanted, value, has_tensors=self.has_tensors)
-            body = encode_or_error(chosen_type, "", value)
+            is_for_json = self._has_bytes and chosen_type == JSON
+            body = encode_or_error(chosen_type, "", _for_json(value) if is_for_json else value)
             _take_bodies(execution, run, start, [position], [body], chosen_type)
 
 
@@ -572,20 +580,47 @@ def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
     return value.shape, to_bytes(value, spec.datatype)
 
 
-def _strings(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
-    """As `_numbers`, for BYTES: texts, or bytes that are UTF-8."""
+def _elements(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
+    """As `_numbers`, for BYTES: a packed list of bytes, or of texts if the model takes these."""
     if type(value) is dict:
         raise _no_tensor(value, spec)
     array = np.array(value, object)
-    texts = array.ravel().tolist()
-    if not _TEXT.issuperset(map(type, texts)):
+    elements = array.ravel().tolist()
+    element_of = text_of if spec.text else bytes_of
+    if not {str if spec.text else bytes}.issuperset(map(type, elements)):
         try:
-            texts = [text_of(item) for item in texts]
+            elements = [element_of(item) for item in elements]
         except ValueError as error:
-            raise InvalidArgumentError(f"body.{spec.name}.data: BYTES takes strings only: {error}") from None
+            raise InvalidArgumentError(
+                f"body.{spec.name}.data: BYTES takes strings{'' if spec.text else ' and bytes'} only: {error}"
+            ) from None
     if not spec.admits(array.shape):
         raise _wrong_shape(array.shape, spec)
-    return array.shape, _pack(texts)
+    return array.shape, _pack(elements)
+
+
+def _is_bytes(spec: TensorSpec) -> bool:
+    return spec.datatype == "BYTES" and not spec.text
+
+
+def _for_json(value: Any) -> Any:
+    """A result whose bytes are texts, because JSON has no others; an exception if they are not UTF-8."""
+    try:
+        return _with_texts(value)
+    except ValueError as error:
+        return ValueError(f"{error}, and JSON has no other bytes: ask for {MSGPACK}")
+
+
+def _with_texts(value: Any) -> Any:
+    if type(value) is bytes:
+        return text_of(value)
+    if type(value) is not dict:
+        return value
+    if not is_tensor(value):  # the outputs by name
+        return {name: _with_texts(item) for name, item in value.items()}
+    if value["datatype"] != "BYTES":
+        return value
+    return {**value, "data": [text_of(item) for item in value["data"]]}
 
 
 def _no_tensor(value: Mapping[Any, Any], spec: TensorSpec) -> InvalidArgumentError:

@@ -16,7 +16,7 @@ import pytest
 
 from carpool.keys import Keys
 from carpool_gateway.answers import HttpError
-from carpool_gateway.keys import Key, KeyRing, is_loopback, read_keys
+from carpool_gateway.credentials import Key, KeyRing, is_loopback, read_keys
 from support.http import Answer, Connection, call, request
 from support.stack import Service, Stack, fixed_keys, frozen
 from support.waiting import wait_until

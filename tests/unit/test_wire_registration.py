@@ -14,6 +14,7 @@ from carpool.wire.registration import (
     FIELDS,
     combined,
     decode_inputs,
+    decode_outputs,
     describe_differing,
     differing,
     encode_registration,
@@ -57,6 +58,14 @@ def test_tensors_are_registered_as_json_with_the_open_inference_names() -> None:
     assert json.loads(registration["outputs"]) == [{"name": "y", "datatype": "INT8", "shape": []}]
 
 
+def test_what_a_tensor_declares_beside_its_shape_is_registered() -> None:
+    inputs = [TensorSpec("t", "BYTES", (1,), text=True)]
+    outputs = [TensorSpec("y", "FP32", (2,), labels=("no", "yes"))]
+    registration = encode_registration({}, inputs, outputs)
+    assert (decode_inputs(registration), decode_outputs(registration)) == (inputs, outputs)
+    assert '"text": true' in registration["inputs"] and '"labels": ["no", "yes"]' in registration["outputs"]
+
+
 def test_model_without_declared_tensors_has_none() -> None:
     assert encode_registration({}, [], []) == dict.fromkeys(KINDS, "false")
     assert decode_inputs({}) == []
@@ -78,6 +87,11 @@ def test_model_without_declared_tensors_has_none() -> None:
         '[{"name": "x", "datatype": "FP32", "shape": [-2]}]',
         '[{"name": "x", "datatype": ["FP32"], "shape": []}]',
         '[{"name": "x", "datatype": "FP32", "shape": [], "unit": "m"}]',
+        '[{"name": "x", "datatype": "FP32", "shape": [], "text": true}]',
+        '[{"name": "x", "datatype": "BYTES", "shape": [], "text": 1}]',
+        '[{"name": "x", "datatype": "FP32", "shape": [], "labels": "ab"}]',
+        '[{"name": "x", "datatype": "FP32", "shape": [], "labels": [1]}]',
+        '[{"name": "x", "datatype": "BYTES", "shape": [], "labels": ["a"]}]',
         "[" * 100_000,
     ],
 )

@@ -31,6 +31,7 @@ EXTENSIONS: Final = (  # those that the gateway serves, and no others
 READY: Final = "READY"
 UNAVAILABLE: Final = "UNAVAILABLE"
 LOADING: Final = "LOADING"
+_IMAGE_CHANNELS: Final = (1, 3, 4)
 
 
 class IndexEntry(NamedTuple):
@@ -120,7 +121,18 @@ def model_config(model: OfferedModel) -> bytes:
 
 def _tensor_config(spec: TensorSpec) -> dict[str, Any]:
     datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
-    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "format": "FORMAT_NONE", "dims": spec.shape}
+    return {
+        "name": spec.name, "data_type": f"TYPE_{datatype}", "format": _format(spec), "dims": spec.shape,
+    }  # fmt: skip
+
+
+def _format(spec: TensorSpec) -> str:
+    """How an image would be laid out in a tensor of this shape: clients of image models ask for that."""
+    if len(spec.shape) != 3:
+        return "FORMAT_NONE"
+    if spec.shape[0] in _IMAGE_CHANNELS:
+        return "FORMAT_NCHW"
+    return "FORMAT_NHWC" if spec.shape[2] in _IMAGE_CHANNELS else "FORMAT_NONE"
 
 
 def model_statistics(of_models: Mapping[str, ModelStatistics]) -> bytes:

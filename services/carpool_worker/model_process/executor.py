@@ -166,7 +166,9 @@ def _writable(array: Array) -> Array:
 
 
 def _spread(array: Array, indexes: Mapping[int, int], count: int) -> Array:
-    empty = "" if array.dtype == object else 0  # a BYTES tensor has strings
+    empty: Any = 0
+    if array.dtype == object:  # a BYTES tensor, whose elements are all texts, or all bytes
+        empty = type(next(iter(array.flat), ""))()
     rows = np.full((count, *array.shape[1:]), empty, array.dtype)
     rows[list(indexes)] = array[list(indexes.values())]
     return rows

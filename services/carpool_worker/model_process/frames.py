@@ -408,7 +408,7 @@ def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
         send_message(sock, (_LOAD_FAILED, *result))
         return
     inputs, outputs = (
-        [(spec.name, spec.datatype, spec.shape) for spec in specs]
+        [(spec.name, spec.datatype, spec.shape, spec.text, spec.labels) for spec in specs]
         for specs in (result.inputs, result.outputs)
     )
     parameters = dict(result.parameters)
@@ -538,16 +538,16 @@ def unstack(
     """The stacked arrays that follow each other in `data`, each of shape (count, *shape), made by `read`:
     `from_bytes`, or `to_be_sent` for results.
 
-    A BYTES tensor's item is a packed list of strings. They are stacked as an array of str objects, because
-    numpy's own strings are padded to the longest and lose trailing zeros.
+    A BYTES tensor's item is a packed list of bytes or texts. They are stacked as an array of these objects,
+    because numpy's own strings are padded to the longest and lose trailing zeros.
     """
     arrays: dict[str, Array] = {}
     view, start = memoryview(data), 0
     for name, datatype, shape in layouts:
         if datatype == "BYTES":
-            texts, length = _unpack_texts(view[start:], count)
-            array = np.empty(len(texts), object)
-            array[:] = texts
+            elements, length = _unpack_elements(view[start:], count)
+            array = np.empty(len(elements), object)
+            array[:] = elements
             arrays[name] = array.reshape((count, *shape))
             start += length
             continue
@@ -557,12 +557,12 @@ def unstack(
     return arrays
 
 
-def _unpack_texts(data: memoryview, count: int) -> tuple[list[str], int]:
-    """The strings of `count` items of a BYTES tensor, and their size in bytes."""
+def _unpack_elements(data: memoryview, count: int) -> tuple[list[Any], int]:
+    """The elements of `count` items of a BYTES tensor, and their size in bytes."""
     unpacker = msgpack.Unpacker(max_buffer_size=0)
     unpacker.feed(data)
-    texts = [text for _ in range(count) for text in unpacker.unpack()]
-    return texts, unpacker.tell()
+    elements = [element for _ in range(count) for element in unpacker.unpack()]
+    return elements, unpacker.tell()
 
 
 def stack(arrays: dict[str, Array], declared: Mapping[str, str]) -> tuple[list[Layout], bytes]:

@@ -40,7 +40,7 @@ class ModelLookup:
             size = await self._call("HGET", keys.registration, "max_batch_size")
             if size is not None:
                 return int(size) if size.isdigit() else 1
-            if not await self._is_loading(keys):
+            if not await self.is_loading(keys):
                 break
             if time.monotonic() >= end_s:
                 raise DeadlineExceededError(f"model {model!r}: {_LOADING}, for {timeout_s:g} s or longer")
@@ -59,18 +59,19 @@ class ModelLookup:
     async def _missing(self, keys: Keys) -> str:
         """What a model lacks to be ready; empty if nothing."""
         is_registered = await self._call("HGET", keys.registration, "max_batch_size") is not None
-        if is_registered and await self._has_process(keys):
+        if is_registered and await self.has_process(keys):
             return ""
-        if await self._is_loading(keys):
+        if await self.is_loading(keys):
             return _LOADING
         return _NO_PROCESS if is_registered else _NOBODY
 
-    async def _has_process(self, keys: Keys) -> bool:
-        """One that was killed counts for some more leases. Redis's clock, which producers may not read, would
-        tell."""
+    async def has_process(self, keys: Keys) -> bool:
+        """Whether a model has a process. One that was killed counts for some more leases. Redis's clock,
+        which producers may not read, would tell."""
         return bool(await self._call("ZCARD", keys.workers))
 
-    async def _is_loading(self, keys: Keys) -> bool:
+    async def is_loading(self, keys: Keys) -> bool:
+        """Whether a worker loads a model."""
         return bool(await self._call("EXISTS", keys.loading))
 
     def _keys(self, model: str) -> Keys:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.tensors import TensorSpec
@@ -31,6 +31,7 @@ Registration = Mapping[str, str]
 FIELDS: Final = (*ModelSettings.names(), *ModelKind.PLAIN.fields, *OPTIONAL_FIELDS)
 _SHOWN_CHARS_MAX: Final = 60
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
+_SPEC_OPTIONS: Final = ("text", "labels")  # are there if they are set
 
 
 def encode_registration(
@@ -48,10 +49,13 @@ def encode_registration(
         fields["parameters"] = json.dumps(parameters)
     for name, specs in zip(_TENSORS, (inputs, outputs), strict=True):
         if specs:
-            fields[name] = json.dumps(
-                [{field: getattr(spec, field) for field in _SPEC_FIELDS} for spec in specs]
-            )
+            fields[name] = json.dumps([_fields_of(spec) for spec in specs])
     return fields
+
+
+def _fields_of(spec: TensorSpec) -> dict[str, Any]:
+    fields = {name: getattr(spec, name) for name in _SPEC_FIELDS}
+    return fields | {name: value for name in _SPEC_OPTIONS if (value := getattr(spec, name))}
 
 
 def decode_inputs(registration: Mapping[str, str]) -> list[TensorSpec]:
