@@ -38,8 +38,8 @@ from carpool.lifecycle import command_that_dies_with_parent
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.child_forking import STARTER
 from support.forking import ForkedProcess, ForkServer
-from support.model_forking import STARTER
 from support.waiting import wait_until
 from support.wire import envelopes
 
@@ -130,7 +130,7 @@ class Service:
         tasks = Path(f"/proc/{self.pid}/task")
         with contextlib.suppress(OSError):
             found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-            return [pid for pid in found if _process_name(pid) != STARTER]
+            return [pid for pid in found if process_name(pid) != STARTER]
         return []
 
     def events(self, name: str | None = None) -> list[Event]:
@@ -474,7 +474,8 @@ def _event(line: str) -> Event | None:
     return event if isinstance(event, dict) else None
 
 
-def _process_name(pid: int) -> str:
+def process_name(pid: int) -> str:
+    """What /proc calls the process: of a forked one 15 characters of its module; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
