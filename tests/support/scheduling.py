@@ -84,9 +84,19 @@ class Scheduler(LoadScopeScheduling):
         super().__init__(config, log)
         self._file = file
         self._groups: dict[str, str] = {}
+        self._places: dict[WorkerController, dict[str, int]] = {}  # of each test, among those it collected
 
     def add_node_collection(self, node: WorkerController, collection: Sequence[str]) -> None:
         self.registered_collections[node] = list(collection)
+        self._places[node] = {test: place for place, test in enumerate(collection)}
+
+    def mark_test_complete(self, node: WorkerController, item_index: int, duration: float = 0) -> None:
+        test = self.registered_collections[node][item_index]
+        groups, group = self.assigned_work[node], self._groups[test]
+        groups[group][test] = True
+        if all(groups[group].values()):
+            del groups[group]
+        self._reschedule(node)
 
     def schedule(self) -> None:
         if self.collection is None:
@@ -105,20 +115,17 @@ class Scheduler(LoadScopeScheduling):
             if different := expected ^ {*collection}:
                 raise RuntimeError(f"{node.gateway.id} has not collected the same tests: {sorted(different)}")
 
-    def _split_scope(self, nodeid: str) -> str:
-        return self._groups[nodeid]
-
     def _reschedule(self, node: WorkerController) -> None:
-        if self._next_of(node) is not None:
-            super()._reschedule(node)
-        elif not node.shutting_down:
-            node.shutdown()  # once it has run what it has
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Give the process another group if it has nearly nothing left."""
+        if node.shutting_down or self._pending_of(self.assigned_work[node]) > 2:
+            return
         group = self._next_of(node)
-        assert group is not None
-        self.workqueue.move_to_end(group, last=False)
-        super()._assign_work_unit(node)
+        if group is None:
+            node.shutdown()  # once it has run what it has
+            return
+        self.assigned_work[node][group] = tests = self.workqueue.pop(group)
+        places = self._places[node]
+        node.send_runtest_some([places[test] for test, is_complete in tests.items() if not is_complete])
 
     def _next_of(self, node: WorkerController) -> str | None:
         """The group that the process gets next; None if it can run none that is left."""
