@@ -83,6 +83,7 @@ class Scheduler(LoadScopeScheduling):
     def __init__(self, config: pytest.Config, log: Any, file: Path) -> None:
         super().__init__(config, log)
         self._file = file
+        self.collection: list[str] | None = None
         self._groups: dict[str, str] = {}
         self._places: dict[WorkerController, dict[str, int]] = {}  # of each test, among those it collected
 
