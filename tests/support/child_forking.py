@@ -103,8 +103,11 @@ def fork_orphan(order: Order, descriptors: list[int], release: Callable[[], None
 
 
 def forking_subprocess(orders: socket.socket) -> SimpleNamespace:
-    """In place of the module `subprocess`: has the starter that reads these orders fork. Output goes to files:
-    the streams of the starter's interpreter, which a forked process has, cannot be made those of a pipe."""
+    """In place of the module `subprocess`: has the starter that reads these orders fork.
+
+    Output must go to files: a forked process has the streams of its starter's interpreter, which cannot be
+    made those of a pipe.
+    """
 
     class Popen(_ForkingPopen):
         starter = orders
