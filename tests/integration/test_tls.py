@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from conftest import SERVERS, name_of
 from support.cluster import free_port_of_node
 from support.command import carpool, clean_environment
 from support.configured import NO_PERSISTENCE, ConfiguredRedis
+from support.forking import forked_children
 from support.sentinel import Sentinel
 from support.stack import START_S, Stack
 from support.waiting import wait_until
@@ -380,7 +382,10 @@ def test_up_with_a_socket_never_shows_the_password(server: Path, tmp_path: Path)
     options = (*NO_PERSISTENCE, "--requirepass", secret)
     with ConfiguredRedis(tmp_path / "redis", *options, binary=server) as locked:
         out, err = tmp_path / "out", tmp_path / "err"
-        with out.open("wb") as stdout, err.open("wb") as stderr:
+        # Command lines are those of new interpreters, and the same on each server.
+        forked = server != SERVERS[0]
+        starting = forked_children(sys.modules[__name__]) if forked else contextlib.nullcontext()
+        with starting, out.open("wb") as stdout, err.open("wb") as stderr:
             up = subprocess.Popen(
                 [
                     sys.executable,

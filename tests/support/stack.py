@@ -38,8 +38,8 @@ from carpool.lifecycle import command_that_dies_with_parent
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.child_forking import STARTER
 from support.forking import ForkedProcess, ForkServer
-from support.model_forking import STARTER
 from support.waiting import wait_until
 from support.wire import envelopes
 
@@ -75,6 +75,8 @@ class Service:
     ) -> None:
         self.name = name
         self.log = log
+        self._events: list[Event] = []
+        self._bytes_read = 0
         self.process: ForkedProcess | subprocess.Popen[bytes]
         with log.open("wb") as output:
             if not fresh:
@@ -130,15 +132,26 @@ class Service:
         tasks = Path(f"/proc/{self.pid}/task")
         with contextlib.suppress(OSError):
             found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-            return [pid for pid in found if _process_name(pid) != STARTER]
+            return [pid for pid in found if process_name(pid) != STARTER]
         return []
 
     def events(self, name: str | None = None) -> list[Event]:
         """All events in the log, or those with this name, which must be one that some code logs."""
         assert name is None or name in LOG_EVENTS, f"no code logs an event {name!r}"
-        with self.log.open(encoding="utf-8", errors="replace") as lines:
-            parsed = [event for line in lines if (event := _event(line)) is not None]
-        return [event for event in parsed if name in (None, event.get("event"))]
+        self._read_log()
+        return [{**event} for event in self._events if name in (None, event.get("event"))]
+
+    def _read_log(self) -> None:
+        """Parse the lines that were written since it was read last. Tests look every few milliseconds."""
+        with self.log.open("rb") as file:
+            file.seek(self._bytes_read)
+            written = file.read()
+        lines, newline, _ = written.rpartition(b"\n")  # what follows is still being written
+        self._bytes_read += len(lines) + len(newline)
+        for line in lines.decode(errors="replace").split("\n"):
+            event = _event(line)
+            if event is not None:
+                self._events.append(event)
 
     def wait_for(self, name: str, timeout_s: float = START_S) -> Event:
         """Wait for the first event of this name. Fails if the process ends without logging it."""
@@ -469,12 +482,13 @@ def wait_for(probe: Callable[[], Any], *, description: str, timeout_s: float = 6
 def _event(line: str) -> Event | None:
     try:
         event = json.loads(line)
-    except ValueError:  # a traceback, or a line that is still being written
+    except ValueError:  # a traceback
         return None
     return event if isinstance(event, dict) else None
 
 
-def _process_name(pid: int) -> str:
+def process_name(pid: int) -> str:
+    """What /proc calls the process: of a forked one 15 characters of its module; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:

@@ -57,7 +57,9 @@ def load_error(folder: Path, content: bytes, kind: type[Exception] = ValueError)
 @pytest.fixture(scope="module")
 def filetype() -> OnnxModel:
     model = OnnxModel(magika_oracle.model_path())
-    model.load("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # beside other tests, several threads wait for each other
+        model.load("cpu")
     return model
 
 
