@@ -69,7 +69,7 @@ def _grants(role: str, *items: Grant | _Lua) -> Sequence[Grant]:
 # AUTH, HELLO, QUIT and RESET need no permission. SELECT is for no role: installations differ by prefix.
 _CONNECT: Final = Grant("have a name in CLIENT LIST, and check that Redis answers", "ping client|setname")
 _CLUSTER: Final = Grant("find the node of a cluster that has a key", "cluster|slots")
-_CLOCK: Final = Grant("read Redis's clock, which decides about expiration", "time")
+_CLOCK: Final = Grant("read Redis's clock, which decides about expiration and leases", "time")
 _EVICTION: Final = Grant("see whether Redis discards keys when its memory is full", "info")
 # Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.
 _COUNTS: Final = (
@@ -100,7 +100,8 @@ _PRODUCE: Final = (
     Grant("list the models", "smembers sismember", "models"),
     Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
     Grant("wait until a model is loaded", "exists", "loading"),
-    Grant("wait until there is a model process", "zcard", "workers"),
+    Grant("wait until there is a model process; see whether one is alive", "zcard zcount", "workers"),
+    _CLOCK,
     Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),
     Grant("send a request together with its large body", "multi exec"),
     Grant("store a large body", "set", "body"),

@@ -51,7 +51,7 @@ from carpool.wire.tensors import (
 )
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Example, Execution, Frame
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.frames import FrameHeader, Layout, OutcomeHeader, Ready
+from carpool_worker.model_process.frames import CallerFields, FrameHeader, Layout, OutcomeHeader, Ready
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
 _TEXT: Final = frozenset({str})
@@ -90,6 +90,7 @@ class Codec:
         self.outputs = ready.outputs
         self.has_tensors = bool(ready.inputs or ready.outputs)  # so octet-stream is the bytes of one
         self.wants_requests = ready.wants_requests
+        self._wants_callers = ready.wants_callers
         self.batch_size_max: int | None = None  # requests that the model takes at a time; None: any number
         self._takes_sequences = ready.kind.has_sequences
         self._initial_state = ready.initial_state  # empty: no states of sequences are in Redis
@@ -295,6 +296,8 @@ class Codec:
         deadlines = _deadlines(execution, positions)
         result_bytes_max = execution.batch.max_result_bytes
         header = FrameHeader(positions[0], len(positions), layouts, fields, deadlines, result_bytes_max)
+        if self._wants_callers:
+            header = header._replace(callers=[_caller(*execution.locate(position)) for position in positions])
         payload = _payload(layouts, values)
         if self._initial_state:
             states, initial = execution.states, self._initial_state  # those that start have none yet
@@ -317,9 +320,10 @@ class Codec:
             fields = [(*request, EXAMPLE_SEQUENCE, True, True)] if self._takes_sequences else [request]
         payload = b"".join([*_payload(layouts, [value]), self._initial_state])
         batch = execution.batch
-        return Example(
-            FrameHeader(0, 1, layouts, fields), payload, request, batch.cost, batch.max_execution_ms
-        )
+        header = FrameHeader(0, 1, layouts, fields)
+        if self._wants_callers:
+            header = header._replace(callers=[_caller(run, index)])
+        return Example(header, payload, request, batch.cost, batch.max_execution_ms)
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 
@@ -432,6 +436,10 @@ class _ResultHead(NamedTuple):
             return cls(layouts, row_bytes, {})
         _, datatype, shape = layouts[0]
         return cls(layouts, row_bytes, {MSGPACK: tensor_head(datatype, shape, row_bytes), RAW: b""})
+
+
+def _caller(run: BatchedRun, index: int) -> CallerFields:
+    return run.correlation_ids[index], run.priority, run.extra or {}
 
 
 def _deadlines(execution: Execution, positions: Sequence[int]) -> Sequence[tuple[int, int | None]]:

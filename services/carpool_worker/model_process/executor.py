@@ -5,22 +5,30 @@ failing item is alone, and the others get their results. Of n items, one failing
 calls; the worst case is 2n - 1 calls. A wrong number of results fails all items, because it is unknown which
 results are missing. So do wrong new states.
 
+An error that says which request it concerns (`request_index`) fails that one, and the others are executed
+again together: what another model answered is no reason to ask it again and again.
+
 Those whose deadlines have passed are not executed, and not executed again: nobody waits for their results.
+
+The functions that execute are coroutines, because those of an async model wait. Of another model they never
+wait: `run_now`.
 
 Why: docs/decisions/0027.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT
+from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, CarpoolError
 from carpool.parts import Buffer
 from carpool.wire.tensors import Array
 from carpool_worker.model_process import frames
+from carpool_worker.model_process.calls import FrameCalls
 from carpool_worker.model_process.failures import (
     Observe,
     OutputError,
@@ -47,6 +55,8 @@ _LATE_WHEN_HALVED: Final = (
     DEADLINE_EXCEEDED,
     "expired: the model raised on its batch, and its deadline passed before it was executed again",
 )
+
+T = TypeVar("T")
 
 FIXED_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})  # of values that nobody can change
 
@@ -192,13 +202,26 @@ class Outcome(NamedTuple):
 
 class _Given(NamedTuple):
     """What there is of a frame's requests, by index. `states`: of a model that keeps them. `is_late`: whether
-    the deadline of one has passed by now. `observe` is told what the model raises."""
+    the deadline of one has passed by now. `observe` is told what the model raises. `calls`: of a model that
+    calls others."""
 
     items: Items
     requests: Sequence[Sequence[Any]]
     states: States | None
     is_late: Callable[[int], bool]
     observe: Observe
+    calls: FrameCalls | None
+
+
+def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns that does not wait for anything, as where no model is async."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a model that is not async waited in the event loop")
 
 
 def never_late(_index: int) -> bool:
@@ -206,7 +229,12 @@ def never_late(_index: int) -> bool:
     return False
 
 
-def execute(
+def execute(model: LoadedModel, items: Items, requests: Sequence[Sequence[Any]], *more: Any) -> Outcome:
+    """As `execute_async`, of a model that is not async."""
+    return run_now(execute_async(model, items, requests, *more))
+
+
+async def execute_async(
     model: LoadedModel,
     items: Items,
     requests: Sequence[Sequence[Any]],
@@ -214,6 +242,7 @@ def execute(
     is_late: Callable[[int], bool] = never_late,
     late: Sequence[int] = (),
     observe: Observe = not_observed,
+    calls: FrameCalls | None = None,
 ) -> Outcome:
     """Validate each item, run the model on the valid ones, and isolate those on which it fails.
 
@@ -221,7 +250,7 @@ def execute(
     `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
     `is_late`: whether the deadline of an item has passed by now; such an item is executed once at most.
     `late`: those of which it had passed before, which are not executed. `observe` is told what the model
-    raises, each time it does.
+    raises, each time it does. `calls`: of a model that calls others.
     """
     failures = validate(model, items)
     refused = tuple(failures)
@@ -231,8 +260,8 @@ def execute(
         valid = [index for index in valid if index not in failures]
     parts: list[Results] = []
     raised: list[int] = []
-    given = _Given(items, requests, states, is_late, observe)
-    if valid and not _attempt(model, given, valid, failures, parts, raised):
+    given = _Given(items, requests, states, is_late, observe, calls)
+    if valid and not await _attempt(model, given, valid, failures, parts, raised):
         return Outcome(failures, join(parts), 0, tuple(raised), refused)
     return Outcome(failures, join(parts), len(valid), (), refused)
 
@@ -249,7 +278,7 @@ def validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
     return failures
 
 
-def _attempt(
+async def _attempt(
     model: LoadedModel,
     given: _Given,
     indexes: Sequence[int],
@@ -265,12 +294,15 @@ def _attempt(
     Adds to `failures`, `parts` and `raised`. Returns whether it did not raise.
     """
     try:
-        results, wrong = _run(model, given, indexes)
+        results, wrong = await _run(model, given, indexes)
     except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise
         if not isinstance(error, OutputError):
             given.observe(error, indexes)
         failure = failure_of(error, INTERNAL)
         is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
+        concerned = error.request_index if isinstance(error, CarpoolError) else None
     else:
         if is_half:  # the model is called again, and may use its arrays again then
             results, wrong = settled(Returned(results, wrong))
@@ -285,11 +317,24 @@ def _attempt(
             raised.extend(indexes)
         return False
     middle = len(indexes) // 2
-    for half in (indexes[:middle], indexes[middle:]):
-        awaited = _without_late(given, half, failures)
+    others: Sequence[Sequence[int]] = (indexes[:middle], indexes[middle:])
+    if concerned is not None and 0 <= concerned < len(indexes):
+        failures[indexes[concerned]] = failure
+        others = ([index for index in indexes if index not in failures],)
+    for again in others:
+        awaited = _without_late(given, again, failures)
         if awaited:
-            _attempt(model, given, awaited, failures, parts, raised, is_half=True)
+            await _attempt(model, given, awaited, failures, parts, raised, is_half=True)
     return False
+
+
+def _is_cancelled() -> bool:
+    """Whether this process ends, and not the model: its task is cancelled."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # there is no event loop
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def _without_late(given: _Given, indexes: Sequence[int], failures: dict[int, Failure]) -> Sequence[int]:
@@ -306,9 +351,9 @@ def _info(correlation_id: str, lane: str, fields: Mapping[str, bytes], *more: An
     return RequestInfo(correlation_id, lane, dict(fields), *more)
 
 
-def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
+async def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
     """The model's results, one for each item. Raises WrongOutputError and what the model raises."""
-    items, requests, states, *_ = given
+    items, requests, states = given.items, given.requests, given.states
     infos = [_info(*requests[index]) for index in indexes] if model.wants_requests else ()
 
     def keys() -> Iterable[Any]:
@@ -318,13 +363,29 @@ def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
         return (requests[index][0] for index in indexes) if model.wants_requests else ()
 
     count = len(indexes)
-    if states is None:
-        outputs = model.run(items.select(indexes), infos)
-    else:
-        outputs, new_states = model.run(items.select(indexes), infos, states.select(indexes))
+    arguments = [items.select(indexes), infos, *([] if states is None else [states.select(indexes)])]
+    outputs = await _call(model, arguments, given.calls, indexes)
+    if states is not None:
+        outputs, new_states = outputs
     returned = results_of(model, outputs, count, keys, ids)
     check_form(model, outputs, count)
     if states is None:
         return returned
     wrong = states.replace(indexes, new_states, returned.wrong)
     return without(returned, wrong)
+
+
+async def _call(
+    model: LoadedModel, arguments: Sequence[Any], calls: FrameCalls | None, indexes: Sequence[int]
+) -> Any:
+    """What the model returns. What it has asked of other models until then, and has no result, is
+    withdrawn."""
+    if calls is None:
+        returned = model.run(*arguments)
+        return await returned if model.is_async else returned
+    clients = calls.open(indexes)
+    try:
+        returned = model.run(*arguments, clients=clients)
+        return await returned if model.is_async else returned
+    finally:
+        await calls.close(clients)

@@ -1,9 +1,9 @@
 """What crosses the boundary between a worker and its model process, used on both sides.
 
 A model process first sends the result of loading: Ready or LoadFailed. Then each frame that the worker sends
-is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. Raised may come
-ahead of either, and Again ahead of an outcome, if the process wants the frame once more. A message is a
-msgpack header and a payload of raw bytes, over a socket pair.
+is answered by one outcome, in order (of an async model in any order), or by Ending, if the process is
+unhealthy and ends. Raised may come ahead of either, and Again ahead of an outcome, if the process wants the
+frame once more. A message is a msgpack header and a payload of raw bytes, over a socket pair.
 
 A model may write into the socket by mistake, for example to a descriptor that it has closed already. So both
 ends of a message are marked, and its lengths are believed only between the marks. Bytes that were written
@@ -60,6 +60,7 @@ _ENDING: Final = "ending"
 _RAISED: Final = "raised"
 _AGAIN: Final = "again"
 _END_OF: Final = "end"  # of sequences
+_CANCEL: Final = "cancel"
 
 Layout = tuple[str, str, tuple[int, ...]]  # of one stacked tensor: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
@@ -68,6 +69,9 @@ RequestFields = tuple[str, str, Mapping[str, bytes]]  # correlation ID, lane, fi
 SequenceFields = tuple[
     str, str, Mapping[str, bytes], str, bool, bool
 ]  # the same, ID of its sequence, start, end
+
+
+CallerFields = tuple[str, int, Mapping[str, bytes]]  # correlation ID, priority, fields for the model
 
 
 class Ready(NamedTuple):
@@ -80,6 +84,8 @@ class Ready(NamedTuple):
     misspelt: Mapping[str, str]  # attribute that has no effect -> the setting that was probably meant
     kind: ModelKind = ModelKind.PLAIN  # if STEPPING, what follows are the messages of `stepping.frames`
     initial_state: bytes = b""  # if STATEFUL: of a sequence that starts; states of all others are as long
+    wants_callers: bool = False  # the model calls others on behalf of its requests
+    is_async: bool = False  # it executes `max_concurrent_batches` frames at a time
 
 
 class LoadFailed(NamedTuple):
@@ -98,6 +104,7 @@ class FrameHeader(NamedTuple):
     `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
     `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one.
     `result_bytes_max`: how many bytes the result of a request may have, packed.
+    `callers`: of each request what the requests to other models inherit, only for a model that asks for it.
     """
 
     first: int
@@ -106,6 +113,7 @@ class FrameHeader(NamedTuple):
     requests: Sequence[RequestFields | SequenceFields] = ()
     deadlines: Sequence[tuple[int, int | None]] = ()
     result_bytes_max: int = RESULT_BYTES_DEFAULT
+    callers: Sequence[CallerFields] = ()
     redis_ahead_us: int = 0  # set when the frame is sent
     number: int = 0  # set when the frame is sent, and returned with its outcome
 
@@ -124,9 +132,28 @@ class End(NamedTuple):
         return (_END_OF, *self)
 
 
+class Cancel(NamedTuple):
+    """Worker to the process of an async model: nobody waits any more for the results of these requests, by
+    index, of the frame with this number. What they asked of other models is withdrawn. It has no outcome, and
+    is ignored if the frame has one.
+    """
+
+    number: int
+    indexes: Sequence[int]
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_CANCEL, *self)
+
+
 def read_request(fields: Sequence[Any]) -> FrameHeader | End:
     """What a worker sends, from its header; to a stepping model it sends those of `stepping.frames`."""
     return End(*fields[1:]) if fields[0] == _END_OF else FrameHeader(*fields)
+
+
+def read_async_request(fields: Sequence[Any]) -> FrameHeader | Cancel:
+    """What a worker sends to an async model, from its header."""
+    return Cancel(*fields[1:]) if fields[0] == _CANCEL else FrameHeader(*fields)
 
 
 class OutcomeHeader(NamedTuple):
@@ -408,7 +435,7 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
     kind, *fields = header
     if kind == _LOAD_FAILED:
         return LoadFailed(*fields)
-    settings, inputs, outputs, wants_requests, misspelt, model_kind, initial_state = fields
+    settings, inputs, outputs, wants_requests, misspelt, model_kind, *more = fields
     return Ready(
         settings,
         tuple(TensorSpec(*spec) for spec in inputs),
@@ -416,7 +443,7 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
         wants_requests,
         misspelt,
         ModelKind(model_kind),
-        initial_state,
+        *more,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from carpool.messages.requests import Producer, Run, SequencePart
+from carpool.messages.requests import PRIORITY_DEFAULT, Producer, Run, SequencePart
 from carpool.rows import Bodies, Body
 from carpool.tickets import TicketRange, Tickets
 
@@ -55,6 +55,7 @@ class BatchedRun(NamedTuple):
     reply_columns: bool = False
     tickets: Tickets | None = None
     sequence: SequencePart | None = None
+    priority: int = PRIORITY_DEFAULT
 
     @property
     def producer(self) -> Producer:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgpack
 
 from carpool.messages.batches import Batch, BatchedRun, Dispatch
-from carpool.messages.requests import SequencePart
+from carpool.messages.requests import PRIORITY_DEFAULT, SequencePart
 from carpool.messages.results import DeadLetter, KeptDeadLetter
 from carpool.messages.settled import (
     BatchSettled,
@@ -35,7 +35,8 @@ def encode_batch(dispatch: Dispatch) -> bytes:
 
     Its elements: entry ID, correlation IDs (separated by spaces), content type, `reply_to`, arrival and
     deadline (us), bodies or nil, rows (head, bytes of a row, data) or nil, fields for the model,
-    `reply_columns`, and what makes it a part of a sequence (the fields of SequencePart) or nil.
+    `reply_columns`, what makes it a part of a sequence (the fields of SequencePart) or nil, and the priority,
+    which is left out if it is the default.
     """
     undated = dispatch.undated
     return bytes(
@@ -52,6 +53,7 @@ def encode_batch(dispatch: Dispatch) -> bytes:
                     run.extra,
                     run.reply_columns,
                     run.sequence,
+                    *(() if run.priority == PRIORITY_DEFAULT else (run.priority,)),
                 )
                 for run in dispatch.runs
             ]
@@ -133,9 +135,20 @@ def _positions_in_lists(batch: Batch, correlation_ids: frozenset[str]) -> frozen
 
 
 def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
-    entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns, part = (
-        fields
-    )
+    (
+        entry_id,
+        ids,
+        content_type,
+        reply_to,
+        arrival_us,
+        deadline_us,
+        bodies,
+        rows,
+        extra,
+        columns,
+        part,
+        *more,
+    ) = fields
     decoded: Bodies
     if rows is not None:
         head, width, data = rows
@@ -146,7 +159,7 @@ def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
             decoded = [StoredBody(*body) if type(body) is list else body for body in decoded]
     return BatchedRun(
         entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us,
-        extra, columns, tickets, None if part is None else SequencePart(*part),
+        extra, columns, tickets, None if part is None else SequencePart(*part), *more,
     )  # fmt: skip
 
 
