@@ -108,6 +108,7 @@ _PRODUCE: Final = (
     Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
 )
 
+CALLER: Final = "model"  # a user for models that call others (CARPOOL_MODEL_REDIS_URL)
 _READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "result")
 
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
@@ -244,9 +245,22 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
 
 def rules(role: str, prefix: str = DEFAULT_PREFIX, *, selectors: bool = False) -> str:
     """The rules of a role for its line of an ACL file. `selectors` need Redis 7."""
-    names = patterns(prefix)
-    root_grants = [grant for grant in ROLES[role] if not (selectors and grant.keys)]
-    selector_grants = [grant for grant in ROLES[role] if selectors and grant.keys]
+    return _rules(ROLES[role], patterns(prefix), selectors=selectors)
+
+
+def rules_of_caller(models: Sequence[str], prefix: str = DEFAULT_PREFIX, *, selectors: bool = False) -> str:
+    """The rules of CALLER: those of a producer, for requests to these models only."""
+    # In a rule `~` precedes each pattern, so this is one for each model.
+    names = {
+        name: " ~".join([key.replace("{*}", f"{{{model}}}") for model in models]) if "{*}" in key else key
+        for name, key in patterns(prefix).items()
+    }
+    return _rules(ROLES["producer"], names, selectors=selectors)
+
+
+def _rules(grants: Sequence[Grant], names: Mapping[str, str], *, selectors: bool) -> str:
+    root_grants = [grant for grant in grants if not (selectors and grant.keys)]
+    selector_grants = [grant for grant in grants if selectors and grant.keys]
     root = ["resetkeys", "resetchannels", "-@all", *_tokens(root_grants, names)]
     return " ".join([*root, *(f"({' '.join(_tokens([grant], names))})" for grant in selector_grants)])
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shlex
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, Final
 
 import pytest
@@ -22,9 +25,11 @@ from carpool.errors import (
 )
 from carpool.keys import Keys
 from conftest import SERVERS
+from support.command import carpool
 from support.stack import RESULT_S, Stack
 from support.waiting import wait_until
 
+DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "composition.md"
 NAMES: Final = ("Ask", "AskRaising", "AskPlain", "Picky", "Seen", "Hold", "Meet")
 MODELS: Final = tuple(f"calling.py:{name}" for name in NAMES)
 BOTH: Final = pytest.mark.parametrize("ask", ["Ask", "AskPlain"])
@@ -173,6 +178,28 @@ async def test_death_of_the_process_costs_no_request(tmp_path: Path) -> None:
             go.touch()
             os.kill(process, signal.SIGKILL)
             assert len(await asyncio.gather(*sent)) == 3
+
+
+# --- the document ------------------------------------------------------------------------------------------
+
+
+def test_examples_of_the_document(tmp_path: Path) -> None:
+    """docs/composition.md: its programs are served, and its commands print what it says."""
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=\n*    ))+", DOCUMENT.read_text(), re.MULTILINE)
+    examples = [dedent(block).strip("\n") for block in blocks]
+    with Stack(tmp_path / "stack") as stack:
+        stack.batcher()
+        for program in (example for example in examples if example.startswith("# ")):
+            (tmp_path / program.partition("\n")[0].removeprefix("# ")).write_text(program)
+        for commands in (example for example in examples if example.startswith("$ ")):
+            up, infer, printed = commands.removeprefix("$ ").split("\n")
+            workers = [stack.worker(f"{tmp_path}/{spec}", ready=False) for spec in up.split()[2:]]
+            for worker in workers:
+                worker.wait_for("worker ready")
+            done = carpool(stack.url, *shlex.split(infer)[2:])
+            assert done.stdout.strip() == printed, done.stderr
+            for worker in workers:
+                worker.kill()
 
 
 # --- no worker ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The model process: load a model, and serve it: in `stepping.loop` if it steps, in `async_frame_loop` if it
+"""The model process: load a model, and serve it: in `stepping.loop` if it steps, in `async_loop` if it
 is async, else in `frame_loop`.
 
 A worker starts it as `python -m carpool_worker.model_process.main`. It talks only to its worker. The model
@@ -29,7 +29,7 @@ from carpool.logs import configure_logs
 from carpool.plugins import UnusableError, reason_of
 from carpool.shown import shortened
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.async_frame_loop import AsyncFrameLoop
+from carpool_worker.model_process.async_loop import AsyncFrameLoop
 from carpool_worker.model_process.calls import Calls
 from carpool_worker.model_process.frame_loop import FrameLoop
 from carpool_worker.model_process.frames import LoadFailed, Raised
