@@ -16,7 +16,7 @@ Why: docs/decisions/0105.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from carpool.clock import RedisClock
@@ -136,6 +136,16 @@ class ConcurrentReplica(Replica):
         self._taken = execution
         BatchReplica._take_outcome(self, execution, outcome, payload)
         self._taken = None
+
+    def _log_raised(self, errors: Mapping[str, Sequence[int]]) -> None:
+        """With an outcome only what it says was raised: the rest is of frames that are still executed."""
+        if self._taken is None:
+            super()._log_raised(errors)
+            return
+        told = self.process.raised
+        self.process.raised = [raised for raised in told if raised.error in errors]
+        super()._log_raised(errors)
+        self.process.raised = [raised for raised in told if raised.error not in errors]
 
     def _executed(self) -> Execution | None:
         return self._taken or super()._executed()

@@ -65,7 +65,7 @@ async def test_model_asks_another_one(client: AsyncClient, ask: str) -> None:
     """Given many requests in few batches, expect the results of each, of one question and of several."""
     ones = client.infer_many(ask, [asked("Picky", number) for number in range(50)])
     several = client.infer(ask, {"model": "Picky", "bodies": [1, 2, 3]})
-    assert await asyncio.gather(ones, several) == [[2 * number for number in range(50)], [2, 4, 6]]
+    assert list(await asyncio.gather(ones, several)) == [[2 * number for number in range(50)], [2, 4, 6]]
 
 
 @BOTH

@@ -64,7 +64,7 @@ def test_what_a_model_says_comes_first() -> None:
 @pytest.mark.parametrize(
     ("asked", "expected"), [({}, HOUR_S), ({"timeout": 2 * HOUR_S}, HOUR_S), ({"timeout": 2}, 2)]
 )
-def test_timeout_is_at_most_what_is_left(asked: dict[str, float], expected: float) -> None:
+def test_timeout_is_at_most_what_is_left(asked: dict[str, Any], expected: float) -> None:
     options = prepared(Origin("id", deadline_s=time.monotonic() + HOUR_S), **asked)
     assert expected - 60 < options["timeout"] <= expected
 

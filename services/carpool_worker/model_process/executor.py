@@ -364,7 +364,12 @@ async def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Ret
 
     count = len(indexes)
     arguments = [items.select(indexes), infos, *([] if states is None else [states.select(indexes)])]
-    outputs = await _call(model, arguments, given.calls, indexes)
+    if given.calls is None:
+        outputs = model.run(*arguments)
+        if model.is_async:
+            outputs = await outputs
+    else:
+        outputs = await _call(model, arguments, given.calls, indexes)
     if states is not None:
         outputs, new_states = outputs
     returned = results_of(model, outputs, count, keys, ids)
@@ -376,13 +381,9 @@ async def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Ret
 
 
 async def _call(
-    model: LoadedModel, arguments: Sequence[Any], calls: FrameCalls | None, indexes: Sequence[int]
+    model: LoadedModel, arguments: Sequence[Any], calls: FrameCalls, indexes: Sequence[int]
 ) -> Any:
-    """What the model returns. What it has asked of other models until then, and has no result, is
-    withdrawn."""
-    if calls is None:
-        returned = model.run(*arguments)
-        return await returned if model.is_async else returned
+    """What a model returns that calls others. What these have not answered by then is withdrawn."""
     clients = calls.open(indexes)
     try:
         returned = model.run(*arguments, clients=clients)

@@ -256,10 +256,13 @@ def _pipeline(
     if not keeps_states and "states" in wanted:  # it has a default
         wanted.remove("states")
 
-    def begin(batch: Any, given: Mapping[str, Any]) -> Any:
+    def begin(batch: Any, requests: Any, states: Any, clients: Any) -> Any:
         if preprocess is not None:
             batch = preprocess(batch)
-        return predict(batch, **{name: given[name] for name in wanted}) if wanted else predict(batch)
+        if not wanted:
+            return predict(batch)
+        given = {"requests": requests, "states": states, "clients": clients}
+        return predict(batch, **{name: given[name] for name in wanted})
 
     def finish(returned: Any) -> Any:
         if not keeps_states:
@@ -280,7 +283,7 @@ def _pipeline(
         *,
         clients: Sequence[Any] = (),
     ) -> Any:
-        return finish(begin(batch, {"requests": requests, "states": states, "clients": clients}))
+        return finish(begin(batch, requests, states, clients))
 
     async def run_async(
         batch: Any,
@@ -289,7 +292,7 @@ def _pipeline(
         *,
         clients: Sequence[Any] = (),
     ) -> Any:
-        return finish(await begin(batch, {"requests": requests, "states": states, "clients": clients}))
+        return finish(await begin(batch, requests, states, clients))
 
     return run_async if is_async else run
 
