@@ -54,6 +54,7 @@ class ConcurrentReplica(Replica):
     ) -> None:
         """`batches_max`: how many the process executes at a time. `calls_others`: whether its model does."""
         super().__init__(member, process, codec, source, committer, clock, metrics)
+        self._fetcher = source
         self._batches_max = batches_max
         self._calls_others = calls_others
         self._sent: dict[
@@ -79,6 +80,14 @@ class ConcurrentReplica(Replica):
         if is_full or not self.process.ready or self._first_suspect() is not None:
             return float("inf")
         return 0.0
+
+    def _fetch(self) -> bool:
+        """Ask for as many as the process can take; not more than a share, because others may be idle."""
+        space = self._batches_max - len(self._executions)
+        reclaimed = self._fetcher.start(-(-space // max(1, self.member.model_processes)))
+        for execution in reclaimed:
+            self.take(execution)
+        return bool(reclaimed)
 
     def _first_suspect(self) -> Execution | None:
         return next((one for one in self._executions if one.is_suspect and not one.is_finished), None)

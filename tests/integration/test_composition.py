@@ -120,21 +120,27 @@ async def test_missing_model_is_no_fault_of_the_producer(client: AsyncClient) ->
 # --- deadlines and withdrawals -----------------------------------------------------------------------------
 
 
+async def occupied(stack: Stack, client: AsyncClient, log: Path, gate: Path) -> asyncio.Future[list[Any]]:
+    """Occupy the process of `Hold` with two requests, one of which is dispatched ahead: others wait."""
+    busy = [client.submit("Hold", [name, str(log), str(gate)]) for name in ("first", "second")]
+    await eventually(lambda: stack.redis.xlen(Keys("Hold").batches) == 2, "two batches are in flight")
+    return asyncio.gather(*busy)
+
+
 @BOTH
 async def test_deadline_holds_through_both_stages(
     client: AsyncClient, stack: Stack, ask: str, gate: Path, tmp_path: Path
 ) -> None:
     """Given that the second model is busy, expect that it never executes what the late request asked."""
-    log = tmp_path / "log"
-    busy = client.submit("Hold", ["busy", str(log), str(gate)])
-    await eventually(log.exists, "the second model is busy")
+    log, waiting = tmp_path / "log", Keys("Hold").requests
+    busy = await occupied(stack, client, log, gate)
     with pytest.raises(DeadlineExceededError):
-        await client.infer(ask, asked("Hold", ["late", str(log), str(gate)]), timeout=0.5)
-    await eventually(lambda: not stack.redis.xlen(Keys("Hold").requests), "what it asked has expired")
+        await client.infer(ask, asked("Hold", ["late", str(log), str(gate)]), timeout=1.0)
+    await eventually(lambda: not stack.redis.xlen(waiting), "what it asked has expired")
     gate.touch()
     await busy
     await client.infer("Hold", ["last", str(log), str(gate)])
-    assert log.read_text().split() == ["busy", "last"]
+    assert log.read_text().split() == ["first", "second", "last"]
 
 
 async def test_withdrawing_a_request_withdraws_what_it_asked(
@@ -142,19 +148,15 @@ async def test_withdrawing_a_request_withdraws_what_it_asked(
 ) -> None:
     """Given a request that is executed, and asks a busy model, expect that this gets the withdrawal."""
     log, waiting = tmp_path / "log", Keys("Hold").requests
-    busy = client.submit("Hold", ["busy", str(log), str(gate)])
-    await eventually(log.exists, "the second model is busy")
-    ahead = client.submit(
-        "Hold", ["ahead", str(log), str(gate)]
-    )  # may be dispatched ahead of the busy process
+    busy = await occupied(stack, client, log, gate)
     unwanted = client.submit("Ask", asked("Hold", ["unwanted", str(log), str(gate)]))
     await eventually(lambda: stack.redis.xlen(waiting), "what it asked waits")
     unwanted.cancel()
     await eventually(lambda: not stack.redis.xlen(waiting), "it does not wait any more")
     gate.touch()
-    await asyncio.gather(busy, ahead)
+    await busy
     stack.wait_until_idle("Ask")
-    assert set(log.read_text().split()) == {"busy", "ahead"}
+    assert log.read_text().split() == ["first", "second"]
 
 
 # --- several batches at a time -----------------------------------------------------------------------------
