@@ -53,7 +53,14 @@ from carpool.wire.tensors import (
 )
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Example, Execution, Frame
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.frames import FrameHeader, Layout, OutcomeHeader, Ready, RequestFields
+from carpool_worker.model_process.frames import (
+    CallerFields,
+    FrameHeader,
+    Layout,
+    OutcomeHeader,
+    Ready,
+    RequestFields,
+)
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
 APART_RATIO_MIN: Final = 0.5  # of a producer's recent frames, these raised: halving costs more than a frame
@@ -93,6 +100,7 @@ class Codec:
         self.has_tensors = bool(ready.inputs or ready.outputs)  # so octet-stream is the bytes of one
         self._has_bytes = any(_is_bytes(spec) for spec in (*ready.inputs, *ready.outputs))
         self.wants_requests = ready.wants_requests
+        self._wants_callers = ready.wants_callers
         self.batch_size_max: int | None = None  # requests that the model takes at a time; None: any number
         self._version = ready.version
         self._has_cost = ready.has_cost
@@ -306,6 +314,8 @@ class Codec:
         if self._has_cost:
             cost_max = execution.batch.max_batch_cost
             header = header._replace(cost_max=cost_max, costs=_costs(execution, positions))
+        if self._wants_callers:
+            header = header._replace(callers=[_caller(*execution.locate(position)) for position in positions])
         payload = _payload(layouts, values)
         if self._initial_state:
             states, initial = execution.states, self._initial_state  # those that start have none yet
@@ -351,9 +361,10 @@ class Codec:
         fields = [request] if self.wants_requests else []
         payload = b"".join([*_payload(layouts, [value]), self._initial_state])
         batch = execution.batch
-        return Example(
-            FrameHeader(0, 1, layouts, fields), payload, request, batch.cost, batch.max_execution_ms
-        )
+        header = FrameHeader(0, 1, layouts, fields)
+        if self._wants_callers:
+            header = header._replace(callers=[_caller(run, index)])
+        return Example(header, payload, request, batch.cost, batch.max_execution_ms)
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 
@@ -470,6 +481,10 @@ class _ResultHead(NamedTuple):
             return cls(layouts, row_bytes, {})
         _, datatype, shape = layouts[0]
         return cls(layouts, row_bytes, {MSGPACK: tensor_head(datatype, shape, row_bytes), RAW: b""})
+
+
+def _caller(run: BatchedRun, index: int) -> CallerFields:
+    return run.correlation_ids[index], run.priority, run.extra or {}
 
 
 def _deadlines(execution: Execution, positions: Sequence[int]) -> Sequence[tuple[int, int | None]]:

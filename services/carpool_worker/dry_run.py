@@ -5,6 +5,7 @@ Bodies are decoded, executed in one batch, and the results encoded, by the code 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,9 @@ from carpool.messages.results import Result
 from carpool.model_settings import ModelKind
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
-from carpool_worker.model_process.frame_execution import execute_frame
+from carpool_worker.model_process.calls import Calls
+from carpool_worker.model_process.executor import run_now
+from carpool_worker.model_process.frame_execution import execute_frame_async
 from carpool_worker.model_process.loaded import description_of, kind_of
 from carpool_worker.model_process.model import LoadedModel, SteppingModel
 from carpool_worker.model_process.raised import whole_trace_of
@@ -64,6 +67,13 @@ class DryRun:
         self.traces: dict[str, None] = {}
         self.has_changed_inputs = False
         self._codec = Codec(description_of(model))
+        self._run: Callable[..., Any] = run_now
+        self._calls: Calls | None = None
+        if not isinstance(model, SteppingModel):
+            if model.is_async:
+                self._run = asyncio.Runner().run
+            if model.wants_clients:
+                self._calls = Calls("model", is_async=model.is_async)
         self._model = model
         if not isinstance(model, SteppingModel):
             self._model = replace(model, validate=self._observed(model.validate))
@@ -98,7 +108,9 @@ class DryRun:
         for frame in execution.frames:
             sent = partial(bytearray().join, frame.payload)
             given = sent()
-            header, payload = execute_frame(self._model, frame.header, given, sent, self._keep)
+            calls = None if self._calls is None else self._calls.of_frame(frame.header)
+            executing = execute_frame_async(self._model, frame.header, given, sent, self._keep, calls)
+            header, payload = self._run(executing)
             self.has_changed_inputs = self.has_changed_inputs or given != sent()
             self._codec.take_outcome(execution, frame, header, b"".join(payload))
             datatypes.add(header.layouts[0][1] if len(header.layouts) == 1 else "")

@@ -102,9 +102,10 @@ class ProcessHandle:
         self.descriptor: int | None = None  # the socket to wait on; None until started, and after `close`
         self.ready = False  # the model is loaded
         self.raised: list[Raised] = []  # what the process told; for the log, which takes it
-        # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
-        self._sent = self._received = 0
-        self._unanswered: deque[tuple[FrameHeader, tuple[Buffer, ...]]] = deque()  # frames, oldest first
+        self._sent = 0  # the number of the last frame
+        # Frames without an outcome by number, oldest first. Outcomes of an async model come in any order.
+        self._unanswered: dict[int, tuple[FrameHeader, tuple[Buffer, ...]]] = {}
+        self._is_async = False
 
     def start(self) -> Ready:
         """Start the process and load the model. Raises ModelLoadError."""
@@ -130,7 +131,7 @@ class ProcessHandle:
         theirs.close()
         self._sock, self._reader = ours, MessageReader(ours)
         self.descriptor = ours.fileno()
-        self._sent = self._received = 0
+        self._sent = 0
         self._unanswered.clear()
         self._backlog.clear()
         self._spawned_s, self._ended_because = time.monotonic(), ""
@@ -162,7 +163,7 @@ class ProcessHandle:
         if isinstance(result, LoadFailed):
             self.close()
             raise ModelLoadError(result.reason, result.trace)
-        self.ready = True
+        self.ready, self._is_async = True, result.is_async
         return result
 
     def _load_s_left(self) -> float | None:
@@ -207,11 +208,12 @@ class ProcessHandle:
         """Whether an outcome can be received without waiting on the socket first."""
         return self._reader is not None and self._reader.has_buffered
 
-    def send(self, header: FrameHeader, *payload: Buffer) -> None:
-        """Send a frame, or put what does not fit into the pipe into the backlog."""
+    def send(self, header: FrameHeader, *payload: Buffer) -> int:
+        """Send a frame, or put what does not fit into the pipe into the backlog. Returns its number."""
         self._sent += 1
-        self._unanswered.append((header, payload))
+        self._unanswered[self._sent] = (header, payload)
         self.send_message((*header[:-1], self._sent), *payload)
+        return self._sent
 
     def send_message(self, header: object, *payload: Buffer) -> None:
         """Send a message that no outcome answers, as those to a stepping model are (`stepping.frames`)."""
@@ -234,7 +236,8 @@ class ProcessHandle:
             backlog.clear()
 
     def receive(self) -> tuple[OutcomeHeader, Buffer] | None:
-        """The outcome of the oldest frame that has none; None if it has not arrived yet.
+        """The outcome of the oldest frame that has none, of an async model of any; None if it has not
+        arrived.
 
         Raises ProcessGoneError, also for an outcome out of order: the frames of all later ones would be
         unknown.
@@ -246,17 +249,22 @@ class ProcessHandle:
         if isinstance(header, Again):
             self._send_again(header)
             return None
-        self._received += 1
-        if header.number != self._received or header.number > self._sent:
+        if not self._is_awaited(header.number):
             self._end("it sent an outcome out of order, as a process does that the model forked")
-        self._unanswered.popleft()
+        del self._unanswered[header.number]
         return header, payload
+
+    def _is_awaited(self, number: int) -> bool:
+        """Whether the next outcome may be that of the frame with this number."""
+        if self._is_async:
+            return number in self._unanswered
+        return number == next(iter(self._unanswered), None)
 
     def _send_again(self, wanted: Again) -> None:
         """Send the oldest frame without an outcome once more. Raises ProcessGoneError for another one."""
-        if not self._unanswered or wanted.number != self._received + 1:
+        if not self._is_awaited(wanted.number):
             self._end("it asked for a frame out of order, as a process does that the model forked")
-        header, payload = self._unanswered[0]
+        header, payload = self._unanswered[wanted.number]
         self.send_message((*header[:-1], wanted.number), *payload)
 
     def receive_message(self, read: Callable[[Sequence[Any]], Message]) -> tuple[Message, Buffer] | None:

@@ -11,7 +11,7 @@
     codec.py      bodies -> frames, outcomes -> results
 
 A replica is a loop, with a source and a committer of its own; the heartbeat is one loop for all. Models that
-step, and those that bind sequences, have other replicas: `stepping` and `bound`.
+step, those that bind sequences and async ones have other replicas: `stepping`, `bound`, `concurrent_replica`.
 
 Start: the processes load the model, the model is registered, the heartbeat starts, the replicas take batches.
 Stop (drain): idle replicas leave, what is in hand is committed, the processes unload their model, the
@@ -47,6 +47,7 @@ from carpool_worker.bound.inbox import Inbox
 from carpool_worker.bound.replica import BoundReplica
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
+from carpool_worker.concurrent_replica import ConcurrentReplica
 from carpool_worker.devices import threads_of
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.loading import LoadingNotice
@@ -210,6 +211,18 @@ class Worker:
         source = Fetcher(
             member, self._new_store("fetch"), self._lease_ms, self._register, metrics, block_ms=block_ms
         )
+        if ready.is_async:
+            return ConcurrentReplica(
+                member,
+                process,
+                codec,
+                source,
+                committer,
+                clock,
+                metrics,
+                batches_max=settings.max_concurrent_batches,
+                calls_others=ready.wants_callers,
+            )
         if not is_stepping:
             return Replica(member, process, codec, source, committer, clock, metrics)
         return StepReplica(

@@ -136,8 +136,8 @@ SIMILARITY_MIN: Final = 0.85  # of a variable that nothing reads to the one that
 # What commands read beside the settings here: no mistake where another process finds it.
 OF_COMMANDS: Final = frozenset(
     (
-        "accept", "action", "alive", "all", "arrivals", "as_json", "body", "change", "content_type", "cost",
-        "data_dir", "expiration_ms", "field", "force", "gateway", "gateway_port", "ids", "in_flight",
+        "accept", "action", "alive", "all", "arrivals", "as_json", "body", "calls", "change", "content_type",
+        "cost", "data_dir", "expiration_ms", "field", "force", "gateway", "gateway_port", "ids", "in_flight",
         "intercept_ms", "keep", "lane",
         "latency_ms", "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority",
         "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "requests", "rotate", "rounds",

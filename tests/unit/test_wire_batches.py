@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.messages.batches import Batch, BatchedRequest, Dispatch
-from carpool.messages.requests import RAW, Entry, Run, SequencePart
+from carpool.messages.requests import PRIORITY_DEFAULT, RAW, Entry, Run, SequencePart
 from carpool.messages.results import DeadLetter
 from carpool.messages.settled import (
     BatchSettled,
@@ -148,6 +148,17 @@ def test_batch_has_the_limit_of_results_that_it_names_or_the_default() -> None:
     assert default == 64 << 20
     named = ModelSettings(max_result_bytes=5).for_workers(ModelKind.PLAIN).encode()
     assert decode_batch(b"9-0", [b"runs", b"\x90", b"settings", named], 1).max_result_bytes == 5
+
+
+@pytest.mark.parametrize("priority", [0, PRIORITY_DEFAULT, 9])
+def test_batch_has_the_priority_of_each_run(priority: int) -> None:
+    """Given the default, expect that nothing is written: workers of other versions read the batch, too."""
+    runs = [Run(Entry("1-0", 0), ["a"], [b"1"], priority=priority), Run(Entry("2-0", 0), ["b"], [b"2"])]
+    encoded = encode_batch(Dispatch(runs, "full", ""))
+    batch = decode_batch(b"9-0", [b"runs", encoded], 1)
+    assert [run.priority for run in batch.runs] == [priority, PRIORITY_DEFAULT]
+    lengths = list(map(len, msgpack.unpackb(encoded)))
+    assert lengths == [11 + (priority != PRIORITY_DEFAULT), 11]
 
 
 def test_batch_of_a_stepping_model_has_all_settings_for_its_worker() -> None:

@@ -92,6 +92,7 @@ class Scheduler:
     ) -> None:
         self._custom_policy: CustomPolicy | None = None
         is_bound = kind is ModelKind.BOUND
+        self._model_processes = model_processes
         self.learned = Learned()
         self.capacity = (BoundCapacity if is_bound else Capacity)(self.learned, model_processes)
         self.processes = Processes()  # of a bound model
@@ -160,6 +161,12 @@ class Scheduler:
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
         slots = settings.max_batch_size if is_stepping else None
         self.capacity.set_slots(slots, settings.max_batch_cost)
+        self._resize()
+
+    def _resize(self) -> None:
+        """A process that executes several batches at a time counts as several."""
+        each = self._settings.concurrent_batches(self.kind)
+        self.capacity.resize(self._model_processes * each)
 
     def observe_cost(self, lane: str, requests: int, cost: int) -> None:
         """The model told what so many requests of a batch that settled, at least one, cost together."""
@@ -174,11 +181,12 @@ class Scheduler:
     @property
     def model_processes(self) -> int:
         """The number of live model processes."""
-        return self.capacity.processes
+        return self._model_processes
 
     @model_processes.setter
     def model_processes(self, processes: int) -> None:
-        self.capacity.resize(processes)
+        self._model_processes = processes
+        self._resize()
 
     def set_processes(self, live: Sequence[str], draining: Iterable[str] = ()) -> None:
         """These model processes are alive; those of a bound model that drain begin no more sequences."""
@@ -249,8 +257,8 @@ class Scheduler:
         self._cancelled += self.in_flight.withdraw(withdrawal.correlation_ids)
 
     def carry_out_withdrawals(self, now_us: int) -> Withdrawn:
-        """What becomes of withdrawals now: a Refusal for each run that waits; of a stepping model, those in
-        flight. O(1) if no look is due, else O(all waiting)."""
+        """What becomes of withdrawals now: a Refusal for each run that waits; of a model whose requests end
+        in flight (`cancels_in_flight`), those too. O(1) if no look is due, else O(all waiting)."""
         waiting = self.queue.count
         due_us = self._withdrawals.due_us(waiting)
         refusals: Sequence[Refusal] = ()

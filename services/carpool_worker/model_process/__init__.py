@@ -2,6 +2,8 @@
 
     main             loads the model, and starts its loop
     frame_loop       the loop: receive a frame, execute it, send the outcome
+    async_loop       the same for an async model: several frames at a time
+    calls            what a model asks of other models
     frames           what crosses the process boundary
     frame_execution  from a frame to its outcome
     executor         runs the model on a frame's items and isolates the failures

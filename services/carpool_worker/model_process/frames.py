@@ -1,10 +1,10 @@
 """What crosses the boundary between a worker and its model process, used on both sides.
 
 A worker first sends what the model is loaded with (`configuration`), and the model process the result of
-loading: Ready or LoadFailed. Then each frame that the worker sends
-is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. Raised may come
-ahead of either, and Again ahead of an outcome, if the process wants the frame once more. A message is a
-msgpack header and a payload of raw bytes, over a socket pair.
+loading: Ready or LoadFailed. Then each frame that the worker sends is answered by one outcome, in order (of
+an async model in any order), or by Ending, if the process is unhealthy and ends. Raised may come ahead of
+either, and Again ahead of an outcome, if the process wants the frame once more. A message is a msgpack header
+and a payload of raw bytes, over a socket pair.
 
 A model may write into the socket by mistake, for example to a descriptor that it has closed already. So both
 ends of a message are marked, and its lengths are believed only between the marks. Bytes that were written
@@ -62,11 +62,15 @@ _ENDING: Final = "ending"
 _RAISED: Final = "raised"
 _AGAIN: Final = "again"
 _END_OF: Final = "end"  # of sequences
+_CANCEL: Final = "cancel"
 
 Layout = tuple[str, str, tuple[int, ...]]  # of one stacked tensor: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
 _Read = Callable[[str, Sequence[int], Buffer], Array]  # datatype, shape, bytes
 RequestFields = Sequence[Any]  # those of a RequestInfo (`loaded`), in its order; the last may be missing
+
+
+CallerFields = tuple[str, int, Mapping[str, bytes]]  # correlation ID, priority, fields for the model
 
 
 class Ready(NamedTuple):
@@ -82,6 +86,8 @@ class Ready(NamedTuple):
     parameters: Mapping[str, str] = MappingProxyType({})  # for people; secrets are hidden
     version: str = ""  # empty: it declares none
     has_cost: bool = False  # it tells the cost of a body
+    wants_callers: bool = False  # the model calls others on behalf of its requests
+    is_async: bool = False  # it executes `max_concurrent_batches` frames at a time
 
 
 class LoadFailed(NamedTuple):
@@ -103,6 +109,7 @@ class FrameHeader(NamedTuple):
     `cost_max`: what the requests of one call of the model may cost together; None: any. `costs`: how many
     requests, in order, have the same cost from their producers; empty if all have 1. Both only for a model
     that tells the cost of a body.
+    `callers`: of each request what the requests to other models inherit, only for a model that asks for it.
     """
 
     first: int
@@ -113,6 +120,7 @@ class FrameHeader(NamedTuple):
     result_bytes_max: int = RESULT_BYTES_DEFAULT
     cost_max: int | None = None
     costs: Sequence[tuple[int, int]] = ()
+    callers: Sequence[CallerFields] = ()
     redis_ahead_us: int = 0  # set when the frame is sent
     number: int = 0  # set when the frame is sent, and returned with its outcome
 
@@ -131,9 +139,28 @@ class End(NamedTuple):
         return (_END_OF, *self)
 
 
+class Cancel(NamedTuple):
+    """Worker to the process of an async model: nobody waits any more for the results of these requests, by
+    index, of the frame with this number. What they asked of other models is withdrawn. It has no outcome, and
+    is ignored if the frame has one.
+    """
+
+    number: int
+    indexes: Sequence[int]
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_CANCEL, *self)
+
+
 def read_request(fields: Sequence[Any]) -> FrameHeader | End:
     """What a worker sends, from its header; to a stepping model it sends those of `stepping.frames`."""
     return End(*fields[1:]) if fields[0] == _END_OF else FrameHeader(*fields)
+
+
+def read_async_request(fields: Sequence[Any]) -> FrameHeader | Cancel:
+    """What a worker sends to an async model, from its header."""
+    return Cancel(*fields[1:]) if fields[0] == _CANCEL else FrameHeader(*fields)
 
 
 class OutcomeHeader(NamedTuple):

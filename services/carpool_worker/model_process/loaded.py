@@ -89,11 +89,14 @@ class LoadedModel(Declarations):
     """A user's model, loaded, that executes batches.
 
     `run` takes a batch and `requests`; one of a model with `states` takes these as well, and returns outputs
-    and new states. `initial_state`: the bytes of the state of a sequence that starts.
+    and new states; one that `wants_clients` takes `clients`, by name. Of an async model it is a coroutine
+    function. `initial_state`: the bytes of the state of a sequence that starts.
     """
 
     run: Callable[..., Any]
     wants_requests: bool = False
+    wants_clients: bool = False
+    is_async: bool = False
     states: tuple[StateSpec, ...] = ()
     initial_state: bytes = b""
     output_datatypes: Mapping[str, str] = field(init=False)  # declared ones, by name
@@ -145,6 +148,8 @@ def description_of(model: LoadedModel | SteppingModel) -> Ready:
         dict(model.parameters),
         model.version,
         model.cost is not None,
+        not isinstance(model, SteppingModel) and model.wants_clients,
+        not isinstance(model, SteppingModel) and model.is_async,
     )
 
 

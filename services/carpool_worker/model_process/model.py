@@ -32,7 +32,10 @@ A model that has them inside binds each sequence to a *slot* of its process, and
 
 A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
 exception, or return one in place of an item's result; carpool.errors has one for each status. A method
-`predict(self, batch, requests)` also gets a RequestInfo for each item.
+`predict(self, batch, requests)` also gets a RequestInfo for each item, and `predict(self, batch, clients)` a
+client for each, with which to call other models on behalf of that request (`carpool.client.on_behalf`).
+
+`predict` may be `async def`: then a process executes several batches at a time, `max_concurrent_batches`.
 """
 
 from __future__ import annotations
@@ -75,6 +78,9 @@ __all__ = [
     "load_configured",
     "load_model",
 ]
+
+_CONCURRENT: Final = "max_concurrent_batches"
+ASYNC_BATCHES_DEFAULT: Final = 16  # of a model with an async `predict` that does not declare a number
 
 # How similar an attribute's name must be to a setting's, from 0 to 1, to be taken for a misspelling. One
 # letter that is wrong, missing or transposed is above this, and so is a missing unit; `batch_size` is below.
@@ -172,17 +178,21 @@ def adapt(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel:
         raise UnusableError(
             f"{_name_of(model)} is an async generator function: write it as a generator function, with `def`"
         )
-    _check_plain("predict", predict)
+    _check_no_async_generator(predict)
+    for name in ("load", "unload", "validate", "preprocess", "postprocess"):
+        _check_plain(name, getattr(model, name, None))
     _load(model, device, given)
     predict = getattr(model, "predict", predict)  # `load` may set it, once it knows what the model takes
-    states, declarations = declared_states(model), _declarations(model, given)
+    is_async = _is_async(predict)
+    states, declarations = declared_states(model), _declarations(model, given, is_async=is_async)
     _check_takes_states(predict, states)
     if states:
         _check_kind(declarations["settings"], ModelKind.STATEFUL)
-    wants_requests = "requests" in _parameters(predict)
     return LoadedModel(
-        run=_pipeline(model, predict, wants_requests, keeps_states=bool(states)),
-        wants_requests=wants_requests,
+        run=_pipeline(model, predict, keeps_states=bool(states), is_async=is_async),
+        wants_requests="requests" in _parameters(predict),
+        wants_clients="clients" in _parameters(predict),
+        is_async=is_async,
         states=states,
         initial_state=initial_state(model, states),
         **declarations,
@@ -202,6 +212,12 @@ def _adapt_bound(model: Any, device: str, given: Given) -> BoundModel:
             "the model has 'states' and 'binds_sequences': its states are in Redis or inside it, not both"
         )
     loaded = adapt(model, device, given)
+    if loaded.is_async or loaded.wants_clients:
+        what = "is a coroutine function" if loaded.is_async else "has a parameter `clients`"
+        raise UnusableError(
+            f"the model has 'binds_sequences', and its 'predict' {what}: all slots of a process would wait "
+            "for the slowest call"
+        )
     _check_kind(loaded.settings, ModelKind.BOUND)
     if loaded.cost is not None:
         raise UnusableError(
@@ -264,6 +280,20 @@ def _adapt_stepping(model: Any, device: str, given: Given) -> SteppingModel:
     )
 
 
+def _is_async(predict: Any) -> bool:
+    """Whether it is a coroutine function, or an object that is called like one."""
+    return inspect.iscoroutinefunction(predict) or inspect.iscoroutinefunction(
+        getattr(predict, "__call__", None)  # noqa: B004 (not whether it can be called, but how)
+    )
+
+
+def _check_no_async_generator(predict: Any) -> None:
+    if inspect.isasyncgenfunction(predict):
+        raise UnusableError(
+            "the model's 'predict' is an async generator function: it must return all results, with `return`"
+        )
+
+
 def _check_plain(name: str, hook: Any) -> None:
     if inspect.iscoroutinefunction(hook) or inspect.isasyncgenfunction(hook):
         raise UnusableError(f"the model's {name!r} is a coroutine function: it must be a plain function")
@@ -306,14 +336,14 @@ def _check_positional(load: Callable[..., Any]) -> None:
         )
 
 
-def _declarations(model: Any, given: Given) -> dict[str, Any]:
+def _declarations(model: Any, given: Given, *, is_async: bool = False) -> dict[str, Any]:
     """The fields of Declarations."""
     return {
         "validate": getattr(model, "validate", None),
         "unload": getattr(model, "unload", None),
         "inputs": _specs(model, "inputs"),
         "outputs": _specs(model, "outputs"),
-        "settings": _settings(model),
+        "settings": _settings(model, is_async=is_async),
         "misspelt": dict(_misspelt(model)),
         "parameters": given.parameters.shown,
         "version": _version(model),
@@ -322,23 +352,25 @@ def _declarations(model: Any, given: Given) -> dict[str, Any]:
 
 
 def _pipeline(
-    model: Any, predict: Callable[..., Any], wants_requests: bool, *, keeps_states: bool
+    model: Any, predict: Callable[..., Any], *, keeps_states: bool, is_async: bool
 ) -> Callable[..., Any]:
+    """What `LoadedModel.run` is."""
     preprocess, postprocess = getattr(model, "preprocess", None), getattr(model, "postprocess", None)
+    wanted = [name for name in ("requests", "states", "clients") if name in _parameters(predict)]
+    if not keeps_states and "states" in wanted:  # it has a default
+        wanted.remove("states")
 
-    def run(batch: Any, requests: Sequence[RequestInfo]) -> Any:
+    def begin(batch: Any, requests: Any, states: Any, clients: Any) -> Any:
         if preprocess is not None:
             batch = preprocess(batch)
-        outputs = predict(batch, requests) if wants_requests else predict(batch)
-        return outputs if postprocess is None else postprocess(outputs)
+        if not wanted:
+            return predict(batch)
+        given = {"requests": requests, "states": states, "clients": clients}
+        return predict(batch, **{name: given[name] for name in wanted})
 
-    def run_with_states(
-        batch: Any, requests: Sequence[RequestInfo], states: Mapping[str, Any]
-    ) -> tuple[Any, Mapping[str, Any]]:
-        if preprocess is not None:
-            batch = preprocess(batch)
-        named = {"states": states, "requests": requests} if wants_requests else {"states": states}
-        returned = predict(batch, **named)
+    def finish(returned: Any) -> Any:
+        if not keeps_states:
+            return returned if postprocess is None else postprocess(returned)
         if not (
             isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)
         ):
@@ -348,7 +380,25 @@ def _pipeline(
         outputs, new_states = returned
         return outputs if postprocess is None else postprocess(outputs), new_states
 
-    return run_with_states if keeps_states else run
+    def run(
+        batch: Any,
+        requests: Sequence[RequestInfo],
+        states: Mapping[str, Any] | None = None,
+        *,
+        clients: Sequence[Any] = (),
+    ) -> Any:
+        return finish(begin(batch, requests, states, clients))
+
+    async def run_async(
+        batch: Any,
+        requests: Sequence[RequestInfo],
+        states: Mapping[str, Any] | None = None,
+        *,
+        clients: Sequence[Any] = (),
+    ) -> Any:
+        return finish(await begin(batch, requests, states, clients))
+
+    return run_async if is_async else run
 
 
 def _parameters(predict: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -358,10 +408,17 @@ def _parameters(predict: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _settings(model: Any) -> ModelSettings:
+def _settings(model: Any, *, is_async: bool) -> ModelSettings:
     declared = {name: getattr(model, name, None) for name in ModelSettings.names()}
+    if is_async and declared[_CONCURRENT] is None:
+        declared[_CONCURRENT] = ASYNC_BATCHES_DEFAULT
     try:
         settings = ModelSettings.from_mapping(declared)
+        if not is_async and settings.max_concurrent_batches > 1:
+            raise ValueError(
+                f"{_CONCURRENT}: {settings.max_concurrent_batches} batches at a time need an "
+                "`async def predict`; a plain one executes one after the other"
+            )
         settings.check_sizes()
     except ValueError as error:
         raise UnusableError(str(error)) from None
