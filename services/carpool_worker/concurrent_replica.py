@@ -10,7 +10,7 @@ one at a time, while nothing else is sent. So no other request can be the cause 
 Now and then it is looked whether requests were answered ahead, because their deadlines passed or their
 producers withdrew them: then what the model asked of others for them is withdrawn, too.
 
-Why: docs/decisions/0105.
+Why: docs/decisions/0100.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def test_withdrawal_reaches_what_an_async_model_executes() -> None:
         withdraw(scheduler, "b", "d", "nobody")
         cancelled = scheduler.carry_out_withdrawals(0).cancelled
         assert {(one.batch_id, one.position, *one.run.correlation_ids) for one in cancelled} == expected
-    scheduler.in_flight.settle("1", 1, 1)
+    settle(scheduler, "1", 1, 1)
     withdraw(scheduler, "a")
     assert scheduler.carry_out_withdrawals(0).cancelled == []
 

@@ -3,7 +3,7 @@
 There is one event loop, so what the model does between two `await`s is done alone. Outcomes are sent as they
 come. The worker has one frame for each batch here, and no more batches than `max_concurrent_batches`.
 
-Why: docs/decisions/0105.
+Why: docs/decisions/0100.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ behalf.
 A model process signs in to Redis by itself, as a producer, with what its worker gives it for that purpose:
 never with the worker's own credentials.
 
-Why: docs/decisions/0105.
+Why: docs/decisions/0100.
 """
 
 from __future__ import annotations

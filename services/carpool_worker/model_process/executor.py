@@ -239,9 +239,11 @@ def never_late(_index: int) -> bool:
     return False
 
 
-def execute(model: LoadedModel, items: Items, requests: Sequence[Sequence[Any]], *more: Any) -> Outcome:
+def execute(
+    model: LoadedModel, items: Items, requests: Sequence[Sequence[Any]], *more: Any, **named: Any
+) -> Outcome:
     """As `execute_async`, of a model that is not async."""
-    return run_now(execute_async(model, items, requests, *more))
+    return run_now(execute_async(model, items, requests, *more, **named))
 
 
 async def execute_async(

@@ -60,7 +60,7 @@ class ModelLookup:
         """Raise UnavailableError, which says why, unless a model process is alive."""
         keys = self._keys(model)
         if not await count_alive(self._call, keys):
-            why = _LOADING if await self._is_loading(keys) else _NO_PROCESS
+            why = _LOADING if await self.is_loading(keys) else _NO_PROCESS
             raise UnavailableError(f"model {model!r}: {why}")
 
     async def _missing(self, keys: Keys) -> str:
@@ -73,7 +73,7 @@ class ModelLookup:
         return _NO_PROCESS if is_registered else _NOBODY
 
     async def has_process(self, keys: Keys) -> bool:
-        """Whether a model has a process. One that was killed counts, too, until another worker has noticed."""
+        """Whether a model has a process. One that was killed counts, until another worker has noticed."""
         return bool(await self._call("ZCARD", keys.workers))
 
     async def is_loading(self, keys: Keys) -> bool:

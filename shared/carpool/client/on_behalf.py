@@ -15,7 +15,7 @@ again, because a process died, the same is asked under the same ID.
 Each request has the names of the models that wait for it (`called_by`). So a model that would wait for itself
 is found out: all its processes could wait for each other.
 
-Why: docs/decisions/0105.
+Why: docs/decisions/0100.
 """
 
 from __future__ import annotations
