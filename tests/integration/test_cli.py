@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final, Self
 
 import pytest
+import redis
 from redis import Redis
 
 from carpool.keys import Keys
@@ -359,7 +360,7 @@ class Few:
     ]
     outputs = [TensorSpec("ids", "INT64", (3, -1))]
     def predict(self, batch):
-        assert batch["text"].tolist() == [["hello"]]
+        assert batch["text"].tolist() == [[b"hello"]]
         return {"ids": batch["ids"] + 1}
 class Many:
     inputs = [TensorSpec("pixels", "FP16", (3, 224, 224))]
@@ -479,7 +480,9 @@ def test_up_serves_a_file_of_models_with_what_the_command_line_replaces(tmp_path
         assert re.search("b is served after .*: 1 process, batches of up to 5", started.text())
         assert carpool(started.url, "infer", "a", "1").stdout == '["from a flag",12,3]\n'
         assert carpool(started.url, "infer", "b", "1").stdout == '["of the file",0,5]\n'
-        os.kill(started.child("b=carpool.toml:b"), signal.SIGKILL)
+        with redis.Redis.from_url(started.url) as client:
+            (worker,) = client.zrange("carpool:{b}:workers", 0, -1)
+        os.kill(int(worker.decode().rsplit("-", 2)[1]), signal.SIGKILL)  # HOST-PID-NUMBER/REPLICA
         started.wait_for("model served again")
         assert carpool(started.url, "infer", "b", "1").stdout == '["of the file",0,5]\n'
         for pid in started.descendants():

@@ -158,7 +158,7 @@ def test_batch_has_the_priority_of_each_run(priority: int) -> None:
     batch = decode_batch(b"9-0", [b"runs", encoded], 1)
     assert [run.priority for run in batch.runs] == [priority, PRIORITY_DEFAULT]
     lengths = list(map(len, msgpack.unpackb(encoded)))
-    assert lengths == [11 + (priority != PRIORITY_DEFAULT), 11]
+    assert lengths == [11 + 2 * (priority != PRIORITY_DEFAULT), 11]  # with the cost
 
 
 def test_batch_of_a_stepping_model_has_all_settings_for_its_worker() -> None:

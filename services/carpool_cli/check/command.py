@@ -39,7 +39,7 @@ from carpool_worker.served_models import ServedModel, served_models
 TIMED_S: Final = 0.5  # for which each batch size is repeated
 TIMED_RUNS_MAX: Final = 200
 SHOWN_CHARS: Final = 200
-SHOWN_MEMORY_BYTES: Final = 1 << 20  # less is not worth a line
+SHOWN_MEMORY_BYTES: Final = 8 << 20  # less is not worth a line, and may be what libraries load
 _HEADINGS: Final = ("batch", "time", "of a request", "requests/s", "steps")
 
 Sizes = Mapping[int, list[Tried]]  # batches with all bodies, by their size

@@ -438,8 +438,8 @@ def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
         [(spec.name, spec.datatype, spec.shape, spec.text, spec.labels) for spec in specs]
         for specs in (result.inputs, result.outputs)
     )
-    parameters = dict(result.parameters)
-    send_message(sock, (_READY, result.settings, inputs, outputs, *result[3:-1], parameters))
+    sent = result._replace(inputs=inputs, outputs=outputs, parameters=dict(result.parameters))
+    send_message(sock, (_READY, *sent))
 
 
 def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
