@@ -166,7 +166,8 @@ def test_connections_sign_in_with_their_roles(secured: Secured) -> None:
         "commit": "worker",
         "w": "producer",
     }
-    assert {(name, user) for name, user in seen if name in expected} == set(expected.items())
+    of_models = {("w", "model")}  # a model that calls others, if it was called before
+    assert {(name, user) for name, user in seen - of_models if name in expected} == set(expected.items())
 
 
 async def test_async_client_uses_two_models(no_denials: Secured) -> None:
