@@ -57,9 +57,7 @@ class ConcurrentReplica(Replica):
         self._fetcher = source
         self._batches_max = batches_max
         self._calls_others = calls_others
-        self._sent: dict[
-            int, Execution
-        ] = {}  # what the process executes, by the number of the frame, oldest first
+        self._sent: dict[int, Execution] = {}  # by the number of the frame: what is executed, oldest first
         self._taken: Execution | None = None  # the one whose outcome is being taken
         self._looked_at_s = 0.0
         self._cancelled: dict[int, set[int]] = {}  # by frame: the positions of which the process was told

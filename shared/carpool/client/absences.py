@@ -46,13 +46,8 @@ class Absences:
         try:
             async with asyncio.timeout(ANSWER_S_MAX):
                 is_served = await count_alive(self._call, channel.keys) > 0
-        except (
-            TimeoutError,
-            TypeError,
-            ValueError,
-            CarpoolError,
-        ):  # an error in place of a reply is no number
-            pass
+        except (TimeoutError, TypeError, ValueError, CarpoolError):
+            pass  # not known: an error in place of a reply is no number
         else:
             text = "" if is_served else f"; no worker serves {channel.keys.model!r} now"
             self._known[channel] = (time.monotonic() + KNOWN_S, text)

@@ -50,9 +50,9 @@ from carpool.wire.request_fields import CALLED_BY
 DEPTH_MAX: Final = 8  # models that may wait for one request
 ID_CHARS_MAX: Final = 100  # of a request's correlation ID, to be part of others
 _DIGEST_BYTES: Final = 12
-_NOT_ASKED: Final = frozenset(
-    {"timeout", "retries", "not_before", "correlation_id"}
-)  # do not change the result
+_CALL_ENDED: Final = "the client was for one call of `predict`, which has ended"
+# Options that do not change the result.
+_NOT_ASKED: Final = frozenset({"timeout", "retries", "not_before", "correlation_id"})
 
 # A model that is missing, or may not be called, is no fault of who sent the request.
 _STATUS_FOR_PRODUCER: Final[Mapping[str, str]] = {NOT_FOUND: UNAVAILABLE, PERMISSION_DENIED: INTERNAL}
@@ -60,8 +60,7 @@ _STATUS_FOR_PRODUCER: Final[Mapping[str, str]] = {NOT_FOUND: UNAVAILABLE, PERMIS
 
 class Origin(NamedTuple):
     """A request that a model executes. `place`: in the batch. `deadline_s`: by time.monotonic(); None: it has
-    none.
-    `fields`: those that Carpool passes on to the model."""
+    none. `fields`: those that Carpool passes on to the model."""
 
     correlation_id: str
     place: int = 0
@@ -109,11 +108,14 @@ class _Asked(NamedTuple):
 
 
 class _OnBehalf:
-    """What both clients have in common."""
+    """What both clients have in common: all but waiting. `client` has their connection; its futures are of
+    asyncio, or of threads."""
 
-    def __init__(self, origins: Origins, origin: Origin) -> None:
+    def __init__(self, origins: Origins, origin: Origin, client: AsyncClient | Client) -> None:
         self._origins = origins
         self._origin = origin
+        self._client = client
+        self._in_flight: set[Any] = set()  # futures
         self._asked: Counter[bytes] = Counter()  # how often the same was asked
         self._why_over = ""  # why nothing is asked any more
 
@@ -139,7 +141,7 @@ class _OnBehalf:
         correlation_id = options.get("correlation_id") or self._id_of(model, encoded, options)
         if (
             correlation_id in self._origins.in_use
-        ):  # two requests with one ID are executed here, and ask the same
+        ):  # two requests of one ID are executed here, and ask the same
             correlation_id = f"{correlation_id[:ID_CHARS_MAX]}.{secrets.token_hex(4)}"
         self._origins.in_use.add(correlation_id)
         inherited["correlation_id"] = correlation_id
@@ -208,15 +210,52 @@ class _OnBehalf:
         error = CancelledRequestError(self._why_over, correlation_id=asked.correlation_id)
         return self._of_stage(asked.model, error)
 
+    def _send(self, asked: _Asked) -> Any:
+        """The future of the result."""
+        try:
+            future = self._client.submit(asked.model, asked.body, **asked.options)
+        except Exception as error:
+            self._origins.in_use.discard(asked.correlation_id)
+            if isinstance(error, CarpoolError):
+                raise self._of_stage(asked.model, error) from None
+            raise
+        self._in_flight.add(future)
+        return future
+
+    def _send_all(
+        self, model: str, bodies: Iterable[Any], options: RequestOptions, sent: list[tuple[_Asked, Any]]
+    ) -> None:
+        """Send one for each body. Adds each with its future to `sent`, at once: a later one may fail."""
+        for body in bodies_to_send(bodies, "infer_many"):
+            asked = self._prepare(model, body, options)
+            sent.append((asked, self._send(asked)))
+
+    def _withdraw(self, sent: Iterable[tuple[_Asked, Any]]) -> None:
+        """Those of these that have no result are withdrawn."""
+        for asked, future in sent:
+            future.cancel()
+            self._forget(asked, future)
+
+    def _forget(self, asked: _Asked, future: Any) -> None:
+        self._in_flight.discard(future)
+        self._origins.in_use.discard(asked.correlation_id)
+
+    def cancel(self) -> None:
+        """Nobody waits for the request: withdraw what it asked."""
+        self._why_over = "the request that asked it was withdrawn, or is answered"
+        self._cancel_all()
+
+    def _cancel_all(self) -> list[Any]:
+        """Cancel the futures that are in flight; return them."""
+        left = list(self._in_flight)
+        for future in left:
+            future.cancel()
+        return left
+
 
 class AsyncRequestClient(_OnBehalf):
     """Calls other models on behalf of one request, for a model with an async `predict`. For that call
     only."""
-
-    def __init__(self, origins: Origins, origin: Origin, client: AsyncClient) -> None:
-        super().__init__(origins, origin)
-        self._client = client
-        self._in_flight: set[asyncio.Future[Any]] = set()
 
     async def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
         """Ask another model, and return its result; options as for AsyncClient.infer. `timeout` is at most
@@ -236,12 +275,10 @@ class AsyncRequestClient(_OnBehalf):
         """Ask another model about each of these, all together; return the results in this order. The first
         error is raised, and the other requests are withdrawn; with `return_exceptions` each is in its
         place."""
-        sent: list[tuple[_Asked, asyncio.Future[Any]]] = []
+        sent: list[tuple[_Asked, Any]] = []
         results: list[Any] = []
         try:
-            for body in bodies_to_send(bodies, "infer_many"):
-                asked = self._prepare(model, body, options)
-                sent.append((asked, self._send(asked)))
+            self._send_all(model, bodies, options, sent)
             for one in sent:
                 try:
                     results.append(await self._result(*one))
@@ -250,21 +287,8 @@ class AsyncRequestClient(_OnBehalf):
                         raise
                     results.append(error)
         finally:
-            for asked, future in sent:
-                future.cancel()
-                self._forget(asked, future)
+            self._withdraw(sent)
         return results
-
-    def _send(self, asked: _Asked) -> asyncio.Future[Any]:
-        try:
-            future = self._client.submit(asked.model, asked.body, **asked.options)
-        except Exception as error:
-            self._origins.in_use.discard(asked.correlation_id)
-            if isinstance(error, CarpoolError):
-                raise self._of_stage(asked.model, error) from None
-            raise
-        self._in_flight.add(future)
-        return future
 
     async def _result(self, asked: _Asked, future: asyncio.Future[Any]) -> Any:
         try:
@@ -278,22 +302,10 @@ class AsyncRequestClient(_OnBehalf):
         finally:
             self._forget(asked, future)
 
-    def _forget(self, asked: _Asked, future: asyncio.Future[Any]) -> None:
-        self._in_flight.discard(future)
-        self._origins.in_use.discard(asked.correlation_id)
-
-    def cancel(self) -> None:
-        """Nobody waits for the request: withdraw what it asked."""
-        self._why_over = "the request that asked it was withdrawn, or is answered"
-        for future in list(self._in_flight):
-            future.cancel()
-
     async def end(self) -> None:
         """The call of the model has ended."""
-        self._why_over = self._why_over or "the call of `predict` for which this client was has ended"
-        left = list(self._in_flight)
-        for future in left:
-            future.cancel()
+        self._why_over = self._why_over or _CALL_ENDED
+        left = self._cancel_all()
         if left:
             await asyncio.gather(*left, return_exceptions=True)
 
@@ -301,11 +313,6 @@ class AsyncRequestClient(_OnBehalf):
 class RequestClient(_OnBehalf):
     """Calls other models on behalf of one request, for a model with a plain `predict`, which waits meanwhile.
     For that call only."""
-
-    def __init__(self, origins: Origins, origin: Origin, client: Client) -> None:
-        super().__init__(origins, origin)
-        self._client = client
-        self._in_flight: set[Future[Any]] = set()
 
     def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
         """As AsyncRequestClient.infer."""
@@ -321,12 +328,10 @@ class RequestClient(_OnBehalf):
         **options: Unpack[RequestOptions],
     ) -> list[Any]:
         """As AsyncRequestClient.infer_many."""
-        sent: list[tuple[_Asked, Future[Any]]] = []
+        sent: list[tuple[_Asked, Any]] = []
         results: list[Any] = []
         try:
-            for body in bodies_to_send(bodies, "infer_many"):
-                asked = self._prepare(model, body, options)
-                sent.append((asked, self._send(asked)))
+            self._send_all(model, bodies, options, sent)
             for one in sent:
                 try:
                     results.append(self._result(*one))
@@ -335,21 +340,8 @@ class RequestClient(_OnBehalf):
                         raise
                     results.append(error)
         finally:
-            for asked, future in sent:
-                future.cancel()
-                self._forget(asked, future)
+            self._withdraw(sent)
         return results
-
-    def _send(self, asked: _Asked) -> Future[Any]:
-        try:
-            future = self._client.submit(asked.model, asked.body, **asked.options)
-        except Exception as error:
-            self._origins.in_use.discard(asked.correlation_id)
-            if isinstance(error, CarpoolError):
-                raise self._of_stage(asked.model, error) from None
-            raise
-        self._in_flight.add(future)
-        return future
 
     def _result(self, asked: _Asked, future: Future[Any]) -> Any:
         try:
@@ -361,21 +353,10 @@ class RequestClient(_OnBehalf):
         finally:
             self._forget(asked, future)
 
-    def _forget(self, asked: _Asked, future: Future[Any]) -> None:
-        self._in_flight.discard(future)
-        self._origins.in_use.discard(asked.correlation_id)
-
-    def cancel(self) -> None:
-        """Nobody waits for the request: withdraw what it asked."""
-        self._why_over = "the request that asked it was withdrawn, or is answered"
-        for future in list(self._in_flight):
-            future.cancel()
-
     async def end(self) -> None:
         """The call of the model has ended. Does not wait."""
-        self._why_over = self._why_over or "the call of `predict` for which this client was has ended"
-        for future in list(self._in_flight):
-            future.cancel()
+        self._why_over = self._why_over or _CALL_ENDED
+        self._cancel_all()
 
 
 def _shown_options(options: RequestOptions) -> list[str]:
