@@ -101,6 +101,8 @@ class Scheduler(LoadScopeScheduling):
 
     def schedule(self) -> None:
         if self.collection is None:
+            if not self._file.exists():
+                raise pytest.UsageError("no test was collected; with -n 0 pytest says why")
             self._groups = json.loads(self._file.read_text())
             self.collection = list(self._groups)
             for test, group in self._groups.items():
@@ -112,8 +114,9 @@ class Scheduler(LoadScopeScheduling):
 
     def _check_collections(self) -> None:
         for node, collection in self.registered_collections.items():
+            # Files that are named on the command line are collected by all processes.
             expected = {test for test in self._groups if _can_run(node, test)}
-            if different := expected ^ {*collection}:
+            if different := (expected - {*collection}) | ({*collection} - self._groups.keys()):
                 raise RuntimeError(f"{node.gateway.id} has not collected the same tests: {sorted(different)}")
 
     def _reschedule(self, node: WorkerController) -> None:
