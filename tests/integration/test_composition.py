@@ -208,8 +208,8 @@ def test_examples_of_the_document(tmp_path: Path) -> None:
 
 
 async def test_request_without_a_worker_says_so(tmp_path: Path) -> None:
-    """Given a worker that was killed, expect that who waits is told why, and who does not want to is at
-    once."""
+    """Given a worker that was killed, expect that a client which waits is told why in the end, and one which
+    does not at once."""
     with Stack(tmp_path) as stack:
         stack.serve("square")
         async with AsyncClient(stack.url) as client, AsyncClient(stack.url, require_worker=True) as hasty:

@@ -135,7 +135,7 @@ class Load:
                 self._answers[client] += 1
 
     def wait_for_more(self, number: int) -> None:
-        """Wait until each client has so many answers more, or one is wrong."""
+        """Wait until each client has this number of further answers, or one is wrong."""
         targets = [answers + number for answers in self._answers]
         wait_until(
             lambda: self.wrong or all(map(int.__ge__, self._answers, targets)),

@@ -9,7 +9,7 @@ from carpool_batcher.core.scheduler import Dispatch, Scheduler
 
 
 def dispatched(scheduler: Scheduler, requests: int, lane: str = "") -> list[int]:
-    """The sizes of the batches that are dispatched of so many requests, which arrive together."""
+    """The sizes of the batches in which this number of requests is dispatched, which arrive together."""
     for number in range(requests):
         entry = Entry(f"{number + 1}-0", 0)
         run = Run(entry, [f"r{number}"], [b"1"], lane=lane)

@@ -28,7 +28,7 @@ longer than that. The more l(n) grows with n, the shorter this interval is; wher
 it is 0.
 
 A process of a model with an async `predict` executes several batches at a time (`max_concurrent_batches`):
-here it counts as so many processes.
+here it counts as that number of processes.
 
 Of a bound model each batch is for one process: `sequences.processes` knows if it is idle (BoundCapacity).
 

@@ -169,7 +169,7 @@ class Scheduler:
         self.capacity.resize(self._model_processes * each)
 
     def observe_cost(self, lane: str, requests: int, cost: int) -> None:
-        """The model told what so many requests of a batch that settled, at least one, cost together."""
+        """The model told what this number of requests of a batch, at least one, cost together."""
         self.learned.costs.observe(lane, requests, cost)
         usual = self.learned.costs.usual_size(self._settings.max_batch_cost) or NO_LIMIT
         before, size_max = self._applied.usual_size, self._settings.max_batch_size

@@ -20,7 +20,8 @@ Same = Callable[[Result, Result], bool]
 
 
 class Resumed(NamedTuple):
-    """The stream of a body, by index, that did not go on as before: cut after so many of its chunks."""
+    """A stream that went on in another way when it was resumed. `body`: the index of its body. `cut`: the
+    number of chunks before the cut."""
 
     body: int
     cut: int
@@ -58,7 +59,8 @@ def resume_all(dry_run: DryRun, bodies: Bodies, are_same: Same) -> Resuming:
 
 
 def cuts_of(chunks: int) -> list[int]:
-    """After how many of so many chunks a stream is cut: after the first, before the last, and between."""
+    """Where a stream with this number of chunks is cut, as the numbers of chunks before the cuts: after the
+    first, before the last, and between."""
     places = min(CUTS_MAX, chunks - 1)
     if places == 1:
         return [1]

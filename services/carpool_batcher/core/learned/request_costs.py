@@ -28,7 +28,7 @@ class RequestCosts:
         return bool(self._means)
 
     def observe(self, lane: str, requests: int, cost: int) -> None:
-        """So many requests of a lane, at least one, were executed together, and cost so much. O(1)."""
+        """A number of requests of a lane, at least one, were executed together: what they cost. O(1)."""
         mean = cost / requests
         before = self._means.pop(lane, mean)
         self._means[lane] = before + WEIGHT * (mean - before)
