@@ -10,6 +10,9 @@ from typing import Final, TypeVar
 
 Value = TypeVar("Value")
 
+# For what must happen sooner or later, on a machine however busy: only what never happens waits for it.
+EVENTUALLY_S: Final = 120.0
+
 _POLL_S: Final = 0.002
 _TICKS_PER_S: Final = 100  # of /proc/stat, on every architecture
 _STEAL: Final = 8  # its column in the line of a processor
@@ -44,7 +47,7 @@ class Stopwatch:
         return self.passed_s / self.elapsed_s
 
 
-def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = 60.0) -> Value:
+def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = EVENTUALLY_S) -> Value:
     """Return what `predicate` returns, as soon as it is true. `description` completes "timed out waiting
     until ...".
 
