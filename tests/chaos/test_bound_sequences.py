@@ -24,7 +24,7 @@ MODEL: Final = "Hearing"
 KEYS: Final = Keys(MODEL)
 SLOTS: Final = 4
 # So long that no worker is taken for dead because this machine is busy. Where a test waits until a worker
-# learns of a lost lease, or takes the batches of another one, it is shorter: a worker looks a few times in it.
+# learns of a lost lease, or takes the batches of another one, it is shorter: a worker looks few times in it.
 LEASE: Final = ("--lease-ms", "5000")
 LONG_LEASE: Final = ("--lease-ms", "30000")
 

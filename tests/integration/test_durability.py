@@ -26,7 +26,7 @@ from carpool.model_settings import ModelSettings
 from carpool.store.connection import Link
 from carpool.store.worker import WorkerStore
 from carpool_cli.local.embedded import EmbeddedRedis
-from support.waiting import Stopwatch, wait_until
+from support.waiting import Stopwatch, ample_ms, wait_until
 
 MODEL: Final = "unserved"
 KEYS: Final = Keys(MODEL)
@@ -83,7 +83,7 @@ def confirm_s(primary: Server, replica: Server, monkeypatch: pytest.MonkeyPatch)
     stopwatch = Stopwatch()
     primary.redis.set("measure", 1)
     primary.redis.wait(1, 0)
-    confirm_ms = max(300, int(20_000 * stopwatch.elapsed_s))
+    confirm_ms = ample_ms(stopwatch, 300)
     monkeypatch.setattr(durability, "CONFIRM_MS", confirm_ms)
     return confirm_ms / 1000
 

@@ -21,7 +21,7 @@ from carpool.rows import BODY_TTL_MS
 from carpool.wire.bodies import encode_body
 from support.stack import Stack, fixed_keys
 from support.transport import transport_of
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, Stopwatch, ample_ms, wait_until
 
 LARGE: Final = LARGE_BODY_BYTES * 10
 
@@ -195,13 +195,16 @@ def test_refused_on_arrival(shared: Stack, fields: dict[str, Any]) -> None:
 
 
 async def test_withdrawn_expired_and_refused_requests_leave_no_body(shared: Stack, gate: Path) -> None:
-    block(shared, gate, "Single")
-    shared.configure("Single", max_queue_bytes=str(3 * LARGE))
     images = [bytes([number]) * LARGE for number in range(3)]
-    async with AsyncClient(shared.url, timeout=30) as client:
+    async with AsyncClient(shared.url, timeout=EVENTUALLY_S) as client:
+        stopwatch = Stopwatch()
+        assert await client.infer("Single", images[0]) == images[0]
+        timeout_s = ample_ms(stopwatch, 500) / 1000  # until it expires there is time to look
+        await asyncio.to_thread(block, shared, gate, "Single")
+        await asyncio.to_thread(shared.configure, "Single", max_queue_bytes=str(3 * LARGE))
         withdrawn = client.submit("Single", images[0])
         await asyncio.sleep(0)
-        expired = client.submit("Single", images[1], timeout=0.5)
+        expired = client.submit("Single", images[1], timeout=timeout_s)
         await asyncio.to_thread(
             wait_until, lambda: len(bodies_left(shared, "Single")) == 2, description="two bodies wait"
         )
@@ -221,9 +224,12 @@ async def test_withdrawn_expired_and_refused_requests_leave_no_body(shared: Stac
 async def test_expired_in_flight(shared: Stack, gate: Path) -> None:
     """The batcher answers ahead of the commit, which deletes the body."""
     async with AsyncClient(shared.url) as client:
+        stopwatch = Stopwatch()
+        await client.infer("Echo", {"image": array_of(1)}, timeout=EVENTUALLY_S)
+        await asyncio.to_thread(wait_until_deleted, shared, "Echo")
         body = {"gate": str(gate), "image": array_of(1)}
         with pytest.raises(DeadlineExceededError):
-            await client.infer("Echo", body, timeout=0.5)
+            await client.infer("Echo", body, timeout=ample_ms(stopwatch, 500) / 1000)
         assert len(bodies_left(shared, "Echo")) == 1
         gate.touch()
         await asyncio.to_thread(wait_until_deleted, shared, "Echo")

@@ -19,7 +19,7 @@ from carpool_cli.__main__ import main
 from support.models.metered import LOAD_GATE
 from support.stack import Service, Stack
 from support.status import get
-from support.waiting import wait_until
+from support.waiting import Stopwatch, ample_ms, wait_until
 
 MODEL: Final = "Metered"
 SPEC: Final = "metered.py:Metered"
@@ -113,7 +113,9 @@ def send_good_and_invalid(producer: Producer) -> None:
 
 def fill_queue(stack: Stack, producer: Producer, gate: Path) -> None:
     """While the worker waits at a gate: expirations, withdrawals, and more requests than the queue holds."""
-    executing = producer.send({"gate": str(gate)}, expiration=1000)
+    stopwatch = Stopwatch()
+    producer.infer("OK", "", 0)
+    executing = producer.send({"gate": str(gate)}, expiration=ample_ms(stopwatch, 1000))
     wait_until(lambda: stack.pending(MODEL) == 1, description="the worker waits at the gate")
     ahead = producer.pack(*range(8))  # a full batch ahead of the worker: now nothing else is dispatched
     wait_until(lambda: stack.redis.xlen(Keys(MODEL).batches) == 2, description="a second batch is in flight")

@@ -12,6 +12,7 @@ Value = TypeVar("Value")
 
 # For what must happen sooner or later, on a machine however busy: only what never happens waits for it.
 EVENTUALLY_S: Final = 120.0
+AMPLE_RATIO: Final = 20.0  # see `ample_ms`
 
 _POLL_S: Final = 0.002
 _TICKS_PER_S: Final = 100  # of /proc/stat, on every architecture
@@ -45,6 +46,11 @@ class Stopwatch:
     def share(self) -> float:
         """The share of the time since this was made that counts in `passed_s`: a factor for other times."""
         return self.passed_s / self.elapsed_s
+
+
+def ample_ms(measured: Stopwatch, least_ms: int) -> int:
+    """`least_ms`, or on a busy machine more: a time that is long compared with what was measured until now."""
+    return max(least_ms, int(1000 * AMPLE_RATIO * measured.elapsed_s))
 
 
 def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = EVENTUALLY_S) -> Value:
