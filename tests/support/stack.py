@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self
@@ -152,13 +153,13 @@ class Service:
         assert found, f"{self.name} exited with {self.process.returncode} without logging {name!r}"
         return found[0]
 
-    @property
+    @cached_property
     def status_url(self) -> str:
         """The URL of the status server of a service started with "--http-port", "0"."""
         url: str = self.wait_for("serving metrics and health")["url"]
         return url.removesuffix("/metrics")
 
-    @property
+    @cached_property
     def url(self) -> str:
         """The URL of a gateway."""
         url: str = self.wait_for("gateway started")["url"]
