@@ -49,7 +49,7 @@ class Stopwatch:
 
 
 def ample_ms(measured: Stopwatch, least_ms: int) -> int:
-    """`least_ms`, or on a busy machine more: a time that is long compared with what was measured until now."""
+    """`least_ms`, or on a busy machine more: a time that is long compared with what was measured so far."""
     return max(least_ms, int(1000 * AMPLE_RATIO * measured.elapsed_s))
 
 
