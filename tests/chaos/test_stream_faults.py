@@ -583,11 +583,13 @@ def values_of(found: dict[str, Any]) -> list[int]:
 
 
 class Countdown(NamedTuple):
-    """A stack that counts down, and how far it does so in `LONG_S` on this machine."""
+    """A stack that counts down, how far it does so in `LONG_S` on this machine, and after which time a reader
+    has stopped."""
 
     stack: Stack
     service: Service
     length: int
+    idle_ms: int
 
 
 @pytest.fixture(scope="module")
@@ -600,13 +602,16 @@ def countdown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Countdown]:
         stopwatch = Stopwatch()
         stack.send("countdown", correlation_id="warm", body="1000", stream=1)
         read_all(stack, "warm", "countdown")
-        yield Countdown(stack, service, min(LONG, int(1000 * LONG_S / stopwatch.elapsed_s)))
+        warm_s = stopwatch.elapsed_s
+        yield Countdown(
+            stack, service, min(LONG, int(1000 * LONG_S / warm_s)), max(1000, int(1000 * warm_s / 4))
+        )
 
 
 @pytest.mark.parametrize("pace", [1, 10])
 def test_memory_of_a_long_conversation_is_bounded(countdown: Countdown, pace: int) -> None:
     """A reader that reads at once, and one that reads only when ten times as much is there."""
-    stack, service, length = countdown
+    stack, service, length, _ = countdown
     name = f"pace-{pace}"
     memory, values, envelopes_read = Memory(stack, service), list[int](), 0
     stack.send("countdown", correlation_id=name, body=str(length), stream=1)
@@ -635,20 +640,22 @@ def test_memory_of_a_long_conversation_is_bounded(countdown: Countdown, pace: in
 
 
 def test_memory_of_a_conversation_whose_reader_stops_is_bounded(countdown: Countdown) -> None:
-    stack, service, length = countdown
+    stack, service, length, idle_ms = countdown
     memory = Memory(stack, service)
-    stack.send("countdown", correlation_id="stops", body=str(10**9), stream=1)
     values: list[int] = []
-    while len(values) < length // 5:
-        values += values_of(stack.result("countdown", "stops"))
-    stack.configure("countdown", reader_idle_ms="1000")  # it stops: before, it may be slow
 
     def has_ended() -> bool:
         memory.look()
         return not stack.redis.xlen(Keys("countdown").batches)
 
-    wait_until(has_ended, description="the request is cancelled")
-    stack.configure("countdown", reader_idle_ms=PATIENT_MS)
+    stack.configure("countdown", reader_idle_ms=str(idle_ms))
+    try:
+        stack.send("countdown", correlation_id="stops", body=str(10**9), stream=1)
+        while len(values) < length // 5:
+            values += values_of(stack.result("countdown", "stops"))
+        wait_until(has_ended, description="the request is cancelled")
+    finally:
+        stack.configure("countdown", reader_idle_ms=PATIENT_MS)  # of the other tests of this stack
     *chunks, final = read_all(stack, "stops", "countdown")
     for found in chunks:
         values += values_of(found)
