@@ -91,7 +91,10 @@ async def test_each_gets_its_own_large_result(shared: Stack) -> None:
         ]
         return await asyncio.gather(*calls)
 
-    async with AsyncClient(shared.url, timeout=30) as one, AsyncClient(shared.url, timeout=30) as other:
+    async with (
+        AsyncClient(shared.url, timeout=EVENTUALLY_S) as one,
+        AsyncClient(shared.url, timeout=EVENTUALLY_S) as other,
+    ):
         for results in await asyncio.gather(produce(one), produce(other)):
             for body, result in zip(bodies, results, strict=True):
                 if isinstance(body, dict):
@@ -105,13 +108,13 @@ async def test_each_gets_its_own_large_result(shared: Stack) -> None:
 async def test_infer_many_and_map_of_images(shared: Stack) -> None:
     """Rows of an array, strided and big-endian ones too; the model's tensor is sent to it in pieces."""
     images = np.arange(40, dtype=np.float32)[:, None] + np.zeros(LARGE // 4, np.float32)
-    async with AsyncClient(shared.url, timeout=30) as client:
+    async with AsyncClient(shared.url, timeout=EVENTUALLY_S) as client:
         for array in (images, images[:, ::2], images.astype(">f4"), np.asfortranarray(images)):
             results = await client.infer_many("Ragged", array, in_flight=16)
             np.testing.assert_array_equal(results, array)
         mapped = [result async for result in client.map("Ragged", iter(images), in_flight=8)]
         np.testing.assert_array_equal(mapped, images)
-    with Client(shared.url, timeout=30) as blocking:
+    with Client(shared.url, timeout=EVENTUALLY_S) as blocking:
         np.testing.assert_array_equal(blocking.infer_many("Ragged", images), images)
     wait_until_deleted(shared, "Ragged")
 
@@ -119,7 +122,10 @@ async def test_infer_many_and_map_of_images(shared: Stack) -> None:
 async def test_a_request_without_deadline_and_one_with_the_same_correlation_id(shared: Stack) -> None:
     """A body belongs to one request, also if two requests have one correlation ID."""
     body = "x" * LARGE
-    async with AsyncClient(shared.url, timeout=None) as one, AsyncClient(shared.url, timeout=30) as other:
+    async with (
+        AsyncClient(shared.url, timeout=None) as one,
+        AsyncClient(shared.url, timeout=EVENTUALLY_S) as other,
+    ):
         results = await asyncio.gather(
             *[client.infer("Echo", body, correlation_id="order-17") for client in (one, other)]
         )
@@ -253,7 +259,7 @@ async def test_reclaimed_batch_loads_its_bodies_again(stack: Stack, gate: Path) 
     first = stack.worker("plain.py:Echo", "--lease-ms", "600")
     stack.wait_for_model("Echo")
     images = [array_of(number) for number in range(6)]
-    async with AsyncClient(stack.url, timeout=30) as client:
+    async with AsyncClient(stack.url, timeout=EVENTUALLY_S) as client:
         blocked = client.submit("Echo", {"gate": str(gate), "image": images[0]})
         await asyncio.to_thread(
             wait_until, lambda: stack.pending("Echo") == 1, description="the first batch is in flight"
@@ -298,7 +304,7 @@ async def test_lost_connection_sends_the_body_again(stack: Stack) -> None:
     stack.worker("plain.py:Ragged")
     stack.wait_for_model("Ragged")
     images = np.arange(60, dtype=np.float32)[:, None] + np.zeros(LARGE // 4, np.float32)
-    async with AsyncClient(stack.url, timeout=30) as client:
+    async with AsyncClient(stack.url, timeout=EVENTUALLY_S) as client:
         await client.infer("Ragged", images[0])
         task = asyncio.ensure_future(client.infer_many("Ragged", images, in_flight=60))
         for _ in range(3):
@@ -317,7 +323,7 @@ async def test_rejection_in_a_transaction_reaches_the_caller(stack: Stack) -> No
     stack.worker("plain.py:Echo")
     stack.wait_for_model("Echo")
     keys = Keys("Echo")
-    async with AsyncClient(stack.url, timeout=30) as client:
+    async with AsyncClient(stack.url, timeout=EVENTUALLY_S) as client:
         assert await client.infer("Echo", 1) == 1
         stack.redis.config_set("maxmemory", "1")
         with pytest.raises(ResourceExhaustedError, match="out of memory"):
