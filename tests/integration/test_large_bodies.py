@@ -44,7 +44,7 @@ def wait_until_deleted(stack: Stack, model: str) -> None:
 def store(stack: Stack, model: str, name: str, body: bytes | str, **fields: Any) -> str:
     """Store a body and send its request, as PROTOCOL.md says; return the entry's ID."""
     pipeline = stack.redis.pipeline(transaction=True)
-    pipeline.set(Keys(model).body(name), body, px=60_000)
+    pipeline.set(Keys(model).body(name), body, px=600_000)
     size_bytes = len(body) if isinstance(body, bytes) else len(body.encode())
     pipeline.xadd(Keys(model).requests, {"body_key": name, "body_bytes": size_bytes, **fields})
     entry_id: bytes = pipeline.execute()[-1]
@@ -285,14 +285,14 @@ def test_bodies_are_kept_while_their_requests_wait(stack: Stack) -> None:
     stack.wait_for_model("Echo")
     assert worker.terminate() == 0
     keys = Keys("Echo")
-    stack.redis.set(keys.body("old"), large_text("o"), px=60_000)
+    stack.redis.set(keys.body("old"), large_text("o"), px=600_000)
     stack.redis.xadd(keys.requests, {"body_key": "old", "body_bytes": len(large_text("o"))}, id="1-1")
     store(stack, "Echo", "young", large_text("y"))
     wait_until(
         lambda: stack.redis.pttl(keys.body("old")) > BODY_TTL_MS - 60_000,
         description="the body of the waiting request is renewed",
     )
-    assert 0 < stack.redis.pttl(keys.body("young")) <= 60_000
+    assert 0 < stack.redis.pttl(keys.body("young")) <= 600_000
     stack.worker("plain.py:Echo")
     assert stack.result("Echo", "1-1")["status"] == "OK"
     wait_until_deleted(stack, "Echo")
