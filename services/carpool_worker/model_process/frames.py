@@ -438,8 +438,9 @@ def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
         [(spec.name, spec.datatype, spec.shape, spec.text, spec.labels) for spec in specs]
         for specs in (result.inputs, result.outputs)
     )
-    sent = result._replace(inputs=inputs, outputs=outputs, parameters=dict(result.parameters))
-    send_message(sock, (_READY, *sent))
+    parameters = dict(result.parameters)
+    fields = result._asdict() | {"inputs": inputs, "outputs": outputs, "parameters": parameters}
+    send_message(sock, (_READY, *fields.values()))
 
 
 def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
