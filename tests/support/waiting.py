@@ -13,6 +13,9 @@ Value = TypeVar("Value")
 _POLL_S: Final = 0.002  # between two looks at the beginning ...
 _POLL_S_MAX: Final = 0.01  # ... and later; to look takes time from what is waited for
 _POLL_SHARE: Final = 0.02  # of the time waited so far
+
+# For what must happen sooner or later, on a machine however busy: only what never happens waits for it.
+EVENTUALLY_S: Final = 120.0
 AMPLE_RATIO: Final = 20.0  # see `ample_ms`
 _TICKS_PER_S: Final = 100  # of /proc/stat, on every architecture
 _STEAL: Final = 8  # its column in the line of a processor
@@ -52,7 +55,7 @@ def ample_ms(measured: Stopwatch, least_ms: int) -> int:
     return max(least_ms, int(1000 * AMPLE_RATIO * measured.elapsed_s))
 
 
-def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = 60.0) -> Value:
+def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = EVENTUALLY_S) -> Value:
     """Return what `predicate` returns, as soon as it is true. `description` completes "timed out waiting
     until ...".
 
