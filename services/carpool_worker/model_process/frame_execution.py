@@ -10,7 +10,8 @@ from carpool.errors import INTERNAL, RESOURCE_EXHAUSTED
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_executor import BoundExecutor
-from carpool_worker.model_process.executor import Outcome, decode_items, execute, never_late
+from carpool_worker.model_process.calls import FrameCalls
+from carpool_worker.model_process.executor import Outcome, decode_items, execute_async, never_late, run_now
 from carpool_worker.model_process.failures import Observe, WrongOutputError, failure_of, not_observed
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
@@ -28,9 +29,22 @@ def execute_frame(
     payload: Buffer,
     again: Callable[[], Buffer],
     observe: Observe = not_observed,
+    calls: FrameCalls | None = None,
 ) -> tuple[OutcomeHeader, list[Buffer]]:
-    """The header of the outcome and its payload, in pieces. `observe` is told what the model raises. Raises
-    Unhealthy.
+    """As `execute_frame_async`, of a model that is not async."""
+    return run_now(execute_frame_async(model, frame, payload, again, observe, calls))
+
+
+async def execute_frame_async(
+    model: LoadedModel,
+    frame: FrameHeader,
+    payload: Buffer,
+    again: Callable[[], Buffer],
+    observe: Observe = not_observed,
+    calls: FrameCalls | None = None,
+) -> tuple[OutcomeHeader, list[Buffer]]:
+    """The header of the outcome and its payload, in pieces. `observe` is told what the model raises. `calls`:
+    of a model that calls others. Raises Unhealthy.
 
     The model gets the payload's memory, and may write into it: `again` brings the payload as it was sent.
     """
@@ -42,8 +56,20 @@ def execute_frame(
     items = decode_items(
         frame, payload, lambda: frames.divide_payload(again(), states_bytes)[0], model.inputs
     )
-    run = partial(execute, model, items, frame.requests, states, lateness(frame), late_ones(frame), observe)
-    header, data = outcome_of(model, frame, *timed(run))
+    started_ns = time.perf_counter_ns()
+    outcome = await execute_async(
+        model,
+        items,
+        frame.requests,
+        states,
+        lateness(frame),
+        late_ones(frame),
+        observe,
+        frame.cost_max,
+        frame.costs,
+        calls,
+    )
+    header, data = outcome_of(model, frame, outcome, _us_since(started_ns))
     return header, [data] if states is None else [data, states.without(header.failures)]
 
 
@@ -60,7 +86,11 @@ def timed(run: Callable[[], Outcome]) -> tuple[Outcome, int]:
     """What `run` returns, and how long that takes (us)."""
     started_ns = time.perf_counter_ns()
     outcome = run()
-    return outcome, (time.perf_counter_ns() - started_ns) // 1000
+    return outcome, _us_since(started_ns)
+
+
+def _us_since(started_ns: int) -> int:
+    return (time.perf_counter_ns() - started_ns) // 1000
 
 
 def outcome_of(
@@ -86,6 +116,8 @@ def outcome_of(
         outcome.raised,
         {error: ()} if error else {},
         refused=outcome.refused,
+        cost=outcome.cost,
+        parts=outcome.parts,
     )
     return header, data
 

@@ -1,5 +1,5 @@
 """The model process: load a model, and serve it: in `stepping.loop` if it steps, in `decoding.loop` if it
-decodes or encodes beside its batches, else in `frame_loop`.
+decodes or encodes beside its batches, in `async_loop` if it is async, else in `frame_loop`.
 
 A worker starts it as `python -m carpool_worker.model_process.main`. It talks only to its worker. The model
 has this process to itself: it may hold the GIL, sleep in C, leak or crash while the worker goes on fetching,
@@ -13,18 +13,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NoReturn
 
-from carpool.errors import Unhealthy
+from carpool.errors import CarpoolError, Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
-from carpool.plugins import UnusableError, reason_of
+from carpool.plugins import UnusableError
 from carpool.shown import shortened
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.apart import leave_signals_to_the_worker, set_apart
+from carpool_worker.model_process.async_loop import AsyncFrameLoop
+from carpool_worker.model_process.calls import Calls
+from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.decoding.callers import Caller, ProcessCaller, ThreadCaller
 from carpool_worker.model_process.decoding.loop import DecodingLoop
 from carpool_worker.model_process.decoding.pool import Pool
@@ -32,8 +34,7 @@ from carpool_worker.model_process.decoding.process import DecoderLoadError
 from carpool_worker.model_process.frame_loop import FrameLoop
 from carpool_worker.model_process.frames import LoadFailed, MessageSender, Raised
 from carpool_worker.model_process.loaded import Beside, LoadedModel, description_of
-from carpool_worker.model_process.loader import find_model
-from carpool_worker.model_process.model import SteppingModel, load_model
+from carpool_worker.model_process.model import LoadError, SteppingModel, load_configured
 from carpool_worker.model_process.printed import show_output
 from carpool_worker.model_process.raised import RaisedLog
 from carpool_worker.model_process.stepping.loop import StepLoop
@@ -59,9 +60,11 @@ def main(argv: Sequence[str]) -> int:
     show_output()
     pool = None
     try:
-        model = load_model(find_model(location), device)
+        _, payload = frames.MessageReader(sock).receive()  # the next message is for a model that is loaded
+        model = load_configured(location, device, Configuration.decode(payload))
+        calls = _calls_of(model, name)
         if isinstance(model, LoadedModel) and model.beside is not None:
-            pool = started_pool(model.beside, location, worker)
+            pool = _started_pool(model.beside, location, worker, bytes(payload))
     except DecoderLoadError as error:
         reason = f"the model cannot be loaded in a decoder process: {error}"
         frames.send_load_result(sock, LoadFailed(reason, error.trace))
@@ -69,8 +72,10 @@ def main(argv: Sequence[str]) -> int:
     except UnusableError as error:
         frames.send_load_result(sock, LoadFailed(str(error), trace=""))
         return 1
-    except BaseException as error:  # raised by the user's own code, so the traceback helps
-        frames.send_load_result(sock, LoadFailed(reason_of(error), shortened(traceback.format_exc())))
+    except LoadError as error:
+        frames.send_load_result(sock, LoadFailed(str(error), shortened(error.trace)))
+        return 1
+    except frames.ProcessGoneError:  # the worker ended
         return 1
     frames.send_load_result(sock, description_of(model))
     raised = RaisedLog(partial(_tell, sender))
@@ -79,8 +84,10 @@ def main(argv: Sequence[str]) -> int:
             StepLoop(sock, model, raised).run()
         elif pool is not None:
             DecodingLoop(sock, sender, model, raised, pool).run()
+        elif model.is_async:
+            AsyncFrameLoop(sock, model, raised, calls).run()
         else:
-            FrameLoop(sock, model, raised).run()
+            FrameLoop(sock, model, raised, calls).run()
     except Unhealthy as error:
         _end_unhealthy(sender, raised, error)
     if model.unload is not None:
@@ -88,14 +95,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def started_pool(beside: Beside, location: str, worker: str) -> Pool:
-    """What decodes and encodes for a model. Raises DecoderLoadError."""
+def _started_pool(beside: Beside, location: str, worker: str, configuration: bytes) -> Pool:
+    """What decodes and encodes for a model. `configuration`: encoded. Raises DecoderLoadError."""
     new_caller: Callable[[], Caller] = partial(ThreadCaller, beside)
     if beside.in_processes:
-        new_caller = partial(ProcessCaller, location, worker)
+        new_caller = partial(ProcessCaller, location, worker, configuration)
     pool = Pool(beside.workers, new_caller)
     pool.start()
     return pool
+
+
+def _calls_of(model: LoadedModel | SteppingModel, name: str) -> Calls | None:
+    """What a model needs that calls others. Raises UnusableError where it has no address of Redis for
+    that."""
+    if isinstance(model, SteppingModel) or not model.wants_clients:
+        return None
+    try:
+        return Calls(name, is_async=model.is_async)
+    except CarpoolError as error:
+        raise UnusableError(f"the model's 'predict' has a parameter `clients`: {error.detail}") from None
 
 
 def _tell(sender: MessageSender, raised: Raised) -> None:

@@ -12,6 +12,7 @@ A stepping model has `begin` and `step` in place of `predict`, or is a generator
         def predict(self, batch): ...           # -> a list or one stacked array, in the order of the batch
         def postprocess(self, outputs): ...     # what predict returned -> results
         def unload(self): ...
+        def cost(self, body): ...               # optional: what it counts against max_batch_cost
 
 A model that keeps states of sequences declares them, and gets and returns them with each batch:
 
@@ -35,9 +36,15 @@ A model may decode bodies, and encode results, one by one beside its batches (se
         def decode(self, body): ...             # -> what `predict` gets of it
         def encode(self, result): ...           # of what `predict` returned -> the result
 
+`load`, or `__init__`, may declare parameters after a `*`: see `parameters`. A function has none.
+`version = "2"` is a name for it, which results, logs and metrics show.
+
 A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
 exception, or return one in place of an item's result; carpool.errors has one for each status. A method
-`predict(self, batch, requests)` also gets a RequestInfo for each item.
+`predict(self, batch, requests)` also gets a RequestInfo for each item, and `predict(self, batch, clients)` a
+client for each, with which to call other models on behalf of that request (`carpool.client.on_behalf`).
+
+`predict` may be `async def`: then a process executes several batches at a time, `max_concurrent_batches`.
 """
 
 from __future__ import annotations
@@ -48,9 +55,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
+from carpool.keys import MODEL_VERSION, MODEL_VERSION_CHARS_MAX
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import StateSpec, TensorSpec
+from carpool_worker.model_process.configuration import Configuration
+from carpool_worker.model_process.creation import Given, LoadError, create, declare, with_model
 from carpool_worker.model_process.decoding.declared import declared_beside, load_decoder
 from carpool_worker.model_process.failures import WrongOutputError
 from carpool_worker.model_process.loaded import (
@@ -68,32 +78,52 @@ from carpool_worker.model_process.stepping.requests import GeneratorModel
 __all__ = [
     "BoundModel",
     "BoundSequence",
+    "LoadError",
     "LoadedModel",
     "RequestInfo",
     "SteppingModel",
     "TensorSpec",
     "adapt",
+    "load_configured",
     "load_model",
 ]
+
+_CONCURRENT: Final = "max_concurrent_batches"
+ASYNC_BATCHES_DEFAULT: Final = 16  # of a model with an async `predict` that does not declare a number
 
 # How similar an attribute's name must be to a setting's, from 0 to 1, to be taken for a misspelling. One
 # letter that is wrong, missing or transposed is above this, and so is a missing unit; `batch_size` is below.
 MISSPELLING_SIMILARITY_MIN: Final = 0.86
 
 
-def load_model(model: Any, device: str) -> LoadedModel | SteppingModel:
+_NOTHING: Final = Given()
+
+
+def load_configured(
+    location: str, device: str, configuration: Configuration | None = None
+) -> LoadedModel | SteppingModel:
+    """Find a model, check what it is given, and load it on `device`.
+
+    Raises UnusableError, for what was named, declared or given wrongly, and LoadError.
+    """
+    return with_model(
+        location,
+        configuration or Configuration(),
+        lambda model, given: load_model(model, device, given),
+    )
+
+
+def load_model(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel | SteppingModel:
     """Load a user's model of any kind on `device`. Raises UnusableError for a wrong declaration."""
-    if inspect.isclass(model):
-        model = model()
+    model = create(model, given)
     if _is_stepping(model):
-        return _adapt_stepping(model, device)
-    return _adapt_bound(model, device) if _binds_sequences(model) else adapt(model, device)
+        return _adapt_stepping(model, device, given)
+    return _adapt_bound(model, device, given) if _binds_sequences(model) else adapt(model, device, given)
 
 
-def adapt(model: Any, device: str) -> LoadedModel:
+def adapt(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel:
     """Load a user's model with `predict`, and find its hooks. Raises UnusableError, as `load_model` does."""
-    if inspect.isclass(model):
-        model = model()
+    model = create(model, given)
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
     if predict is None:
         raise UnusableError(
@@ -103,21 +133,25 @@ def adapt(model: Any, device: str) -> LoadedModel:
         raise UnusableError(
             f"{_name_of(model)} is an async generator function: write it as a generator function, with `def`"
         )
-    _check_plain("predict", predict)
-    _load(model, device)
+    _check_no_async_generator(predict)
+    for name in ("load", "unload", "validate", "preprocess", "postprocess"):
+        _check_plain(name, getattr(model, name, None))
+    _load(model, device, given)
     predict = getattr(model, "predict", predict)  # `load` may set it, once it knows what the model takes
-    states, declarations = declared_states(model), _declarations(model)
+    is_async = _is_async(predict)
+    states, declarations = declared_states(model), _declarations(model, given, is_async=is_async)
     _check_takes_states(predict, states)
     if states:
         _check_kind(declarations["settings"], ModelKind.STATEFUL)
-    wants_requests = "requests" in _parameters(predict)
     beside = declared_beside(model, _specs(model, "decoded"))
     if beside is not None:
-        _check_beside(beside, declarations)
+        _check_beside(beside, predict, declarations)
         load_decoder(model)
     return LoadedModel(
-        run=_pipeline(model, predict, wants_requests, keeps_states=bool(states)),
-        wants_requests=wants_requests,
+        run=_pipeline(model, predict, keeps_states=bool(states), is_async=is_async),
+        wants_requests="requests" in _parameters(predict),
+        wants_clients="clients" in _parameters(predict),
+        is_async=is_async,
         states=states,
         initial_state=initial_state(model, states),
         beside=beside,
@@ -125,8 +159,20 @@ def adapt(model: Any, device: str) -> LoadedModel:
     )
 
 
-def _check_beside(beside: Beside, declarations: Mapping[str, Any]) -> None:
-    """Raise UnusableError for tensors that have no meaning where single requests are decoded or encoded."""
+def _why_it_waits(*, is_async: bool, wants_clients: bool) -> str:
+    """What says that `predict` waits for others; empty if nothing does."""
+    if is_async:
+        return "is a coroutine function"
+    return "has a parameter `clients`" if wants_clients else ""
+
+
+def _check_beside(beside: Beside, predict: Callable[..., Any], declarations: Mapping[str, Any]) -> None:
+    """Raise UnusableError for what has no meaning where single requests are decoded or encoded."""
+    if what := _why_it_waits(is_async=_is_async(predict), wants_clients="clients" in _parameters(predict)):
+        raise UnusableError(
+            f"the model has 'decode_in' or 'decode_workers', and its 'predict' {what}: such a model decodes "
+            "and encodes within 'predict'"
+        )
     if beside.encode is not None and declarations["outputs"]:
         raise UnusableError("the model has 'encode' and 'outputs': what encode returns is not declared")
     for spec in declarations["inputs"] if beside.decode is not None else ():
@@ -145,21 +191,30 @@ def _binds_sequences(model: Any) -> bool:
     return bool(declared)
 
 
-def _adapt_bound(model: Any, device: str) -> BoundModel:
+def _adapt_bound(model: Any, device: str, given: Given) -> BoundModel:
     if getattr(model, "states", None) is not None:
         raise UnusableError(
             "the model has 'states' and 'binds_sequences': its states are in Redis or inside it, not both"
         )
-    loaded = adapt(model, device)
+    loaded = adapt(model, device, given)
     _check_unpadded(loaded.inputs, "binds sequences")
     if loaded.beside is not None:
         raise UnusableError("the model has 'decode_in' or 'decode_workers' and 'binds_sequences'")
+    if what := _why_it_waits(is_async=loaded.is_async, wants_clients=loaded.wants_clients):
+        raise UnusableError(
+            f"the model has 'binds_sequences', and its 'predict' {what}: all slots of a process would wait "
+            "for the slowest call"
+        )
     _check_kind(loaded.settings, ModelKind.BOUND)
+    if loaded.cost is not None:
+        raise UnusableError(
+            "the model has 'cost' and 'binds_sequences': it executes all slots together, always"
+        )
     start, end = getattr(model, "start", None), getattr(model, "end", None)
     for name, hook in (("start", start), ("end", end)):
         _check_plain(name, hook)
-    given = {spec.name: getattr(loaded, spec.name) for spec in fields(loaded) if spec.init}
-    return BoundModel(**given, start=start, end=end)
+    loaded_fields = {spec.name: getattr(loaded, spec.name) for spec in fields(loaded) if spec.init}
+    return BoundModel(**loaded_fields, start=start, end=end)
 
 
 def _name_of(model: Any) -> str:
@@ -180,7 +235,7 @@ def _is_generator(model: Any) -> bool:
     )
 
 
-def _adapt_stepping(model: Any, device: str) -> SteppingModel:
+def _adapt_stepping(model: Any, device: str, given: Given) -> SteppingModel:
     stepping = model if callable(getattr(model, "step", None)) else GeneratorModel(model)
     for name in ("predict", "preprocess", "postprocess"):
         if getattr(model, name, None) is not None:
@@ -200,8 +255,8 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
         _check_plain(name, hook)
         if inspect.isgeneratorfunction(hook):
             raise UnusableError(f"the model's {name!r} has a 'yield': it must emit with request.emit(value)")
-    _load(model, device)
-    declarations = _declarations(model)
+    _load(model, device, given)
+    declarations = _declarations(model, given)
     _check_unpadded(declarations["inputs"], "generates step by step")
     _check_kind(declarations["settings"], ModelKind.STEPPING)
     return SteppingModel(
@@ -211,6 +266,20 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
         continues=bool(getattr(stepping, "continues", True)),
         **declarations,
     )
+
+
+def _is_async(predict: Any) -> bool:
+    """Whether it is a coroutine function, or an object that is called like one."""
+    return inspect.iscoroutinefunction(predict) or inspect.iscoroutinefunction(
+        getattr(predict, "__call__", None)  # noqa: B004 (not whether it can be called, but how)
+    )
+
+
+def _check_no_async_generator(predict: Any) -> None:
+    if inspect.isasyncgenfunction(predict):
+        raise UnusableError(
+            "the model's 'predict' is an async generator function: it must return all results, with `return`"
+        )
 
 
 def _check_plain(name: str, hook: Any) -> None:
@@ -241,13 +310,29 @@ def _check_takes_states(predict: Callable[..., Any], states: Sequence[StateSpec]
         raise UnusableError("the model's 'predict' has a parameter `states`, but the model declares none")
 
 
-def _load(model: Any, device: str) -> None:
+def _load(model: Any, device: str, given: Given) -> None:
     load = getattr(model, "load", None)
     if load is not None:
-        load(device)
+        _check_positional(load)
+        load(device, **given.parameters.of_load)
+        declare(model, given.settings)  # `load` may have declared others
 
 
-def _declarations(model: Any) -> dict[str, Any]:
+def _check_positional(load: Callable[..., Any]) -> None:
+    _, *others = [
+        argument.name
+        for argument in _parameters(load).values()
+        if argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+        and argument.default is argument.empty
+    ] or [""]
+    if others:
+        raise UnusableError(
+            f"`load` has an argument {others[0]!r} that nobody gives: parameters are after a `*`, as in "
+            f"`load(self, device, *, {', '.join(others)})`"
+        )
+
+
+def _declarations(model: Any, given: Given, *, is_async: bool = False) -> dict[str, Any]:
     """The fields of Declarations."""
     inputs, outputs = _specs(model, "inputs"), _specs(model, "outputs")
     check_padding(inputs, outputs)
@@ -256,29 +341,34 @@ def _declarations(model: Any) -> dict[str, Any]:
         "unload": getattr(model, "unload", None),
         "inputs": inputs,
         "outputs": outputs,
-        "settings": _settings(model),
+        "settings": _settings(model, is_async=is_async),
         "misspelt": dict(_misspelt(model)),
+        "parameters": given.parameters.shown,
+        "version": _version(model),
+        "cost": _cost(model),
     }
 
 
 def _pipeline(
-    model: Any, predict: Callable[..., Any], wants_requests: bool, *, keeps_states: bool
+    model: Any, predict: Callable[..., Any], *, keeps_states: bool, is_async: bool
 ) -> Callable[..., Any]:
+    """What `LoadedModel.run` is."""
     preprocess, postprocess = getattr(model, "preprocess", None), getattr(model, "postprocess", None)
+    wanted = [name for name in ("requests", "states", "clients") if name in _parameters(predict)]
+    if not keeps_states and "states" in wanted:  # it has a default
+        wanted.remove("states")
 
-    def run(batch: Any, requests: Sequence[RequestInfo]) -> Any:
+    def begin(batch: Any, requests: Any, states: Any, clients: Any) -> Any:
         if preprocess is not None:
             batch = preprocess(batch)
-        outputs = predict(batch, requests) if wants_requests else predict(batch)
-        return outputs if postprocess is None else postprocess(outputs)
+        if not wanted:
+            return predict(batch)
+        given = {"requests": requests, "states": states, "clients": clients}
+        return predict(batch, **{name: given[name] for name in wanted})
 
-    def run_with_states(
-        batch: Any, requests: Sequence[RequestInfo], states: Mapping[str, Any]
-    ) -> tuple[Any, Mapping[str, Any]]:
-        if preprocess is not None:
-            batch = preprocess(batch)
-        named = {"states": states, "requests": requests} if wants_requests else {"states": states}
-        returned = predict(batch, **named)
+    def finish(returned: Any) -> Any:
+        if not keeps_states:
+            return returned if postprocess is None else postprocess(returned)
         if not (
             isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)
         ):
@@ -288,7 +378,25 @@ def _pipeline(
         outputs, new_states = returned
         return outputs if postprocess is None else postprocess(outputs), new_states
 
-    return run_with_states if keeps_states else run
+    def run(
+        batch: Any,
+        requests: Sequence[RequestInfo],
+        states: Mapping[str, Any] | None = None,
+        *,
+        clients: Sequence[Any] = (),
+    ) -> Any:
+        return finish(begin(batch, requests, states, clients))
+
+    async def run_async(
+        batch: Any,
+        requests: Sequence[RequestInfo],
+        states: Mapping[str, Any] | None = None,
+        *,
+        clients: Sequence[Any] = (),
+    ) -> Any:
+        return finish(await begin(batch, requests, states, clients))
+
+    return run_async if is_async else run
 
 
 def _parameters(predict: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -298,14 +406,52 @@ def _parameters(predict: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _settings(model: Any) -> ModelSettings:
+def _settings(model: Any, *, is_async: bool) -> ModelSettings:
     declared = {name: getattr(model, name, None) for name in ModelSettings.names()}
+    if is_async and declared[_CONCURRENT] is None:
+        declared[_CONCURRENT] = ASYNC_BATCHES_DEFAULT
     try:
         settings = ModelSettings.from_mapping(declared)
+        if not is_async and settings.max_concurrent_batches > 1:
+            raise ValueError(
+                f"{_CONCURRENT}: {settings.max_concurrent_batches} batches at a time need an "
+                "`async def predict`; a plain one executes one after the other"
+            )
         settings.check_sizes()
     except ValueError as error:
         raise UnusableError(str(error)) from None
     return settings
+
+
+def _cost(model: Any) -> Callable[[Any], Any] | None:
+    cost = getattr(model, "cost", None)
+    if cost is None:
+        return None
+    if not callable(cost):
+        raise UnusableError(
+            f"the model's 'cost' is {cost!r:.80}: it must be a method cost(self, body) that tells what a "
+            "body counts against max_batch_cost"
+        )
+    _check_plain("cost", cost)
+    try:
+        inspect.signature(cost).bind(None)
+    except TypeError:
+        raise UnusableError("the model's 'cost' must take one argument: the body of a request") from None
+    except ValueError:  # some C functions have no signature
+        pass
+    return cost  # type: ignore[no-any-return]
+
+
+def _version(model: Any) -> str:
+    declared = getattr(model, "version", None)
+    if declared is None:
+        return ""
+    if not isinstance(declared, str) or not MODEL_VERSION.fullmatch(declared):
+        raise UnusableError(
+            f"the model's 'version' is {declared!r:.80}: it must be text of 1 to {MODEL_VERSION_CHARS_MAX} "
+            "letters, digits and characters of . _ : + -, such as '2' or '2025-03-01'"
+        )
+    return declared
 
 
 def _misspelt(model: Any) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 The worker pads inputs, and the process what `decode` returns. Both keep the true sizes of each request.
 
-Why: docs/decisions/0102.
+Why: docs/decisions/0105.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A request keeps its true sizes: those of the padded dimensions of each padded tensor, in order.
 
-Why: docs/decisions/0102.
+Why: docs/decisions/0105.
 """
 
 from __future__ import annotations

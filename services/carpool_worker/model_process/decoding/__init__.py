@@ -19,5 +19,5 @@
 
 A worker sends at most two batches ahead, so at most two are decoded, or wait for that, at a time.
 
-Why: docs/decisions/0101.
+Why: docs/decisions/0104.
 """

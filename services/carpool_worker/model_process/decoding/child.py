@@ -6,12 +6,10 @@ socket; values are in memory that both have. `load` is not called here, but `loa
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,18 +18,19 @@ import structlog
 from carpool.errors import INTERNAL, INVALID_ARGUMENT, CarpoolError, Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
-from carpool.plugins import UnusableError, reason_of
+from carpool.plugins import UnusableError
 from carpool.shown import shortened
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.apart import leave_signals_to_the_worker, moved, set_apart
+from carpool_worker.model_process.configuration import Configuration
+from carpool_worker.model_process.creation import Given, LoadError, create, with_model
 from carpool_worker.model_process.decoding.callers import called
 from carpool_worker.model_process.decoding.declared import declared_beside, load_decoder
 from carpool_worker.model_process.decoding.exchange import SharedMemory, read, write
 from carpool_worker.model_process.decoding.process import ENDING, LOAD_FAILED, RAISED, READY, RETURNED
 from carpool_worker.model_process.failures import failure_of
-from carpool_worker.model_process.frames import ProcessGoneError
+from carpool_worker.model_process.frames import MessageReader, ProcessGoneError
 from carpool_worker.model_process.loaded import Beside, RequestInfo
-from carpool_worker.model_process.loader import find_model
 from carpool_worker.model_process.printed import show_output
 from carpool_worker.model_process.raised import NAME_CHARS_MAX, name_of, trace_of, whole_trace_of
 
@@ -42,35 +41,33 @@ def main(argv: Sequence[str]) -> int:
     """Serve the model process that started this one.
 
     `argv`: its PID, the descriptors of the socket and of the memory, the model, and the name of the replica.
+    The first message has what the model is made with, as that to a model process.
     """
     parent, descriptor, memory, location, worker = argv
     die_with_parent(int(parent))
     keep_freed_memory()
     leave_signals_to_the_worker()
     sock = set_apart(int(descriptor))
+    reader = frames.MessageReader(sock)
     name = os.environ.get("CARPOOL_SERVED_MODEL", location)
     configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "decoder", model=name, worker=worker)
     show_output()
     try:
-        beside = _find(location)
+        configuration = Configuration.decode(reader.receive()[1])
+        beside = with_model(location, configuration, _beside_of)
+        frames.send_message(sock, (READY,))
+        _serve(sock, reader, beside, SharedMemory(moved(int(memory))))
     except UnusableError as error:
         frames.send_message(sock, (LOAD_FAILED, str(error), ""))
-        return 1
-    except BaseException as error:  # raised by the user's own code, so the traceback helps
-        frames.send_message(sock, (LOAD_FAILED, reason_of(error), shortened(traceback.format_exc())))
-        return 1
-    frames.send_message(sock, (READY,))
-    try:
-        _serve(sock, beside, SharedMemory(moved(int(memory))))
+    except LoadError as error:
+        frames.send_message(sock, (LOAD_FAILED, str(error), shortened(error.trace)))
     except ProcessGoneError:
         return 0
     return 1
 
 
-def _find(location: str) -> Beside:
-    model = find_model(location)
-    if inspect.isclass(model):
-        model = model()
+def _beside_of(model: Any, given: Given) -> Beside:
+    model = create(model, given)
     beside = declared_beside(model)
     if beside is None:
         raise UnusableError("the model declares neither 'decode_in' nor 'decode_workers' any more")
@@ -78,9 +75,8 @@ def _find(location: str) -> Beside:
     return beside
 
 
-def _serve(sock: socket.socket, beside: Beside, memory: SharedMemory) -> None:
+def _serve(sock: socket.socket, reader: MessageReader, beside: Beside, memory: SharedMemory) -> None:
     """Until the model says that it is broken. Raises ProcessGoneError when the model process hangs up."""
-    reader = frames.MessageReader(sock)
     is_debug = structlog.get_logger().is_enabled_for(logging.DEBUG)
     while True:
         hook, written, request = reader.receive()[0]

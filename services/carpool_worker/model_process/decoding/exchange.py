@@ -17,7 +17,7 @@ import numpy as np
 from carpool.parts import Buffer
 from carpool.wire.tensors import WIDTHS, Array, datatype_of, for_numpy, from_bytes
 from carpool_worker.model_process.apart import moved
-from carpool_worker.model_process.frames import pack_values, unpack_bodies
+from carpool_worker.model_process.frames import pack_exactly, unpack_exactly
 
 _GRAIN_BYTES: Final = 1024 * 1024
 KEPT_BYTES_MAX: Final = 64 * 1024 * 1024  # of what was needed once
@@ -84,7 +84,7 @@ def write(memory: SharedMemory, value: Any) -> Written:
         return _ARRAY, _write_arrays(memory, [("", value)])
     if isinstance(value, Mapping) and value and all(map(_is_plain_array, value.values())):
         return _ARRAYS, _write_arrays(memory, list(value.items()))
-    return write_packed(memory, pack_values(value))
+    return write_packed(memory, pack_exactly(value))
 
 
 def _is_plain_array(value: Any) -> bool:
@@ -114,7 +114,7 @@ def read(memory: SharedMemory, written: Sequence[Any], *, copy: bool) -> Any:
     if kind == _BYTES:
         return bytes(memory.space(where))
     if kind == _PACKED:
-        return unpack_bodies(memory.space(where))
+        return unpack_exactly(memory.space(where))
     arrays = {name: _read_array(memory, *place, copy=copy) for name, *place in where}
     return arrays[""] if kind == _ARRAY else arrays
 

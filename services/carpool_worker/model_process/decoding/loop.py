@@ -201,7 +201,7 @@ def run_decoded(
     waited_us = (time.monotonic_ns() - began_ns) // 1000
     _observe_all(raised, decoding.raised)
     items = DecodedItems(decoding, batch, jobs)
-    executed = _run(model, decoding.frame, items, states, raised.observe, decoding.rejected)
+    executed = _run(model, decoding.frame, items, states, raised.observe)
     return executed._replace(
         sizes=batch.sizes,
         given_up=decoding.given_up,
@@ -216,7 +216,6 @@ def _run(
     items: Items,
     states: States | None,
     observe: Observe,
-    rejected: Mapping[int, Failure] | None = None,
 ) -> Executed:
     run = partial(
         execute,
@@ -227,7 +226,8 @@ def _run(
         lateness(frame),
         late_ones(frame),
         observe,
-        rejected,
+        frame.cost_max,
+        frame.costs,
     )
     return Executed(frame, *timed(run), states)
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.apart import set_apart
+from carpool_worker.model_process.configuration import CONFIGURATION, Configuration
 from carpool_worker.model_process.decoding.exchange import SharedMemory, Written
 from carpool_worker.model_process.frames import Failure, MessageReader, ProcessGoneError, StrayBytesError
 
@@ -46,8 +47,10 @@ class HookRaisedError(Exception):
 class DecoderProcess:
     """See the module. `memory` has what is sent and what comes back."""
 
-    def __init__(self, location: str, worker: str) -> None:
+    def __init__(self, location: str, worker: str, configuration: bytes = b"") -> None:
+        """`configuration`: what the model is made with, encoded; empty: nothing."""
         self._location = location
+        self._configuration = configuration or Configuration().encode()
         self._worker = worker
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
@@ -72,6 +75,7 @@ class DecoderProcess:
         self._sock = set_apart(ours.detach())
         self._reader = MessageReader(self._sock)
         try:
+            frames.send_message(self._sock, (CONFIGURATION,), self._configuration)
             kind, *fields = self._reader.receive()[0]
         except ProcessGoneError:
             raise DecoderLoadError(f"it ended ({self.exit_cause()}) while it loaded the model") from None

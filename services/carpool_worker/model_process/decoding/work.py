@@ -28,14 +28,15 @@ from carpool.parts import Buffer
 from carpool.wire.padding import pad_array, padded_shape, true_sizes
 from carpool.wire.tensors import Array, TensorSpec, for_numpy, in_datatype, unmasked, why_lost
 from carpool_worker.model_process import frames
+from carpool_worker.model_process.costs import cost_of, of_producers
 from carpool_worker.model_process.decoding.callers import Body, Caller, GivenUpError, Keep
 from carpool_worker.model_process.decoding.pool import Jobs
 from carpool_worker.model_process.decoding.process import HookRaisedError
-from carpool_worker.model_process.executor import FIXED_TYPES, StackedItems
-from carpool_worker.model_process.failures import WrongOutputError, failure_of
+from carpool_worker.model_process.executor import FIXED_TYPES, Checked, StackedItems
+from carpool_worker.model_process.failures import OutputError, WrongOutputError, failure_of
 from carpool_worker.model_process.frame_execution import deadlines_of, redis_now_us
 from carpool_worker.model_process.frames import Failure, FrameHeader
-from carpool_worker.model_process.loaded import LoadedModel
+from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.padding import with_lengths
 
 _LATE: Final = (DEADLINE_EXCEEDED, "expired: its deadline passed before its body was decoded")
@@ -81,7 +82,7 @@ class _Row(NamedTuple):
         return self.items.item(self.row)
 
     def packed(self) -> Buffer:
-        return frames.pack_values(self.value())
+        return frames.pack_exactly(self.value())
 
 
 # --- the frame ---------------------------------------------------------------------------------------------
@@ -100,12 +101,18 @@ class Decoding:
     """Bodies of a frame that are decoded: all, or again some of them.
 
     Once `wait` has returned: `rejected` has those that failed, `given_up` why those were that ended
-    processes, and `raised` what the log is to have.
+    processes, `costs` what the others cost, if the model tells that, and `raised` what the log is to have.
     """
 
     def __init__(
-        self, model: LoadedModel, frame: FrameHeader, bodies: Bodies, indexes: Sequence[int] | None = None
+        self,
+        model: LoadedModel,
+        frame: FrameHeader,
+        bodies: Bodies,
+        indexes: Sequence[int] | None = None,
+        costs: dict[int, int] | None = None,
     ) -> None:
+        """`indexes`, `costs`: of those that are decoded again, which are not validated again."""
         assert model.beside is not None
         self.frame = frame
         self.model = model
@@ -114,6 +121,9 @@ class Decoding:
         self.rejected: dict[int, Failure] = {}
         self.given_up: dict[int, str] = {}
         self.raised: list[Observed] = []
+        self.costs: dict[int, int] = {} if costs is None else costs
+        self._producer_costs = of_producers(frame.costs, frame.size) if model.cost is not None else ()
+        self._is_again = indexes is not None
         self._takes_request = "decode" in model.beside.take_request
         self._batch = _new_batch(self.specs, frame.size)
         self._indexes = range(frame.size) if indexes is None else indexes
@@ -189,6 +199,7 @@ class Decoding:
             failure = (ABORTED, f"given up, and kept as a dead letter: {reason}")
         except _RejectedError as error:
             failure = error.failure
+            observed = None if error.observed is None else Observed(index, error.observed)
         except WrongOutputError as error:
             failure = failure_of(error, INTERNAL)
         except BaseException as error:  # a library's panic, SystemExit: none may end this process
@@ -202,14 +213,37 @@ class Decoding:
 
     def _decoded(self, index: int, caller: Caller) -> Any:
         body = self.bodies.of(index)
+        if not self._is_again:
+            self._check(body)
+            self._ask_cost(index, body)
+        request: Sequence[Any] | None = None
+        if self._takes_request:
+            request = self.frame.requests[index]
+            if (cost := self.costs.get(index)) is not None:
+                request = RequestInfo(*request)._replace(cost=cost)
+        keep: Keep | None = partial(self._batch.keep, index) if self.specs else None
+        return caller.decode(body, request, keep)
+
+    def _check(self, body: Body) -> None:
+        """Have the model validate a body. Raises _RejectedError."""
         if self.model.validate is not None:
             try:
                 self.model.validate(body.value())
             except BaseException as error:
                 raise _RejectedError(failure_of(error, INVALID_ARGUMENT)) from error
-        request = self.frame.requests[index] if self._takes_request else None
-        keep: Keep | None = partial(self._batch.keep, index) if self.specs else None
-        return caller.decode(body, request, keep)
+
+    def _ask_cost(self, index: int, body: Body) -> None:
+        """Have the model tell what a body costs. Raises _RejectedError."""
+        if self.model.cost is None:
+            return
+        try:
+            cost = cost_of(self.model.cost, body.value(), self._producer_costs[index])
+        except BaseException as error:
+            observed = None if isinstance(error, OutputError) else error
+            raise _RejectedError(failure_of(error, INTERNAL), observed) from error
+        with self._changed:
+            if index in self._open:  # else nobody waits for it, and the model may be running on the others
+                self.costs[index] = cost
 
     def _take(
         self, index: int, value: Any, failure: Failure | None, observed: Observed | None, reason: str
@@ -234,11 +268,12 @@ class Decoding:
 
 
 class _RejectedError(Exception):
-    """`validate` raised: no error of the model."""
+    """`validate` raised, which is no error of the model; or `cost` did: then what it raised is `observed`."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, observed: BaseException | None = None) -> None:
         super().__init__(failure[1])
         self.failure = failure
+        self.observed = observed
 
 
 # --- batches -----------------------------------------------------------------------------------------------
@@ -385,6 +420,7 @@ class DecodedItems:
         self._decoding = decoding
         self._batch = batch
         self._jobs = jobs
+        self.checked = Checked(decoding.rejected, decoding.costs)
         self._handed_out: set[int] = set()
 
     def __len__(self) -> int:
@@ -401,12 +437,14 @@ class DecodedItems:
         batch = self._batch
         if any(index in self._handed_out and not self._is_fixed(index) for index in indexes):
             batch = self._decoded_again(indexes)
-        self._handed_out.update(indexes)
         if not self._decoding.specs:
+            self._handed_out.update(indexes)
             return [batch.values[index] for index in indexes]
         part = next(part for part in batch.parts if indexes[0] in part.indexes)
         arrays = part.arrays
-        if len(indexes) < len(part.indexes):
+        if len(indexes) == len(part.indexes):
+            self._handed_out.update(indexes)
+        else:  # copies
             rows = [part.indexes.index(index) for index in indexes]
             arrays = {name: array[rows] for name, array in arrays.items()}
         return next(iter(arrays.values())) if len(arrays) == 1 else dict(arrays)
@@ -417,7 +455,7 @@ class DecodedItems:
     def _decoded_again(self, indexes: Sequence[int]) -> _Batch:
         """The same once more. Raises CarpoolError if one cannot be decoded any more."""
         first = self._decoding
-        again = Decoding(first.model, first.frame, first.bodies, indexes)
+        again = Decoding(first.model, first.frame, first.bodies, indexes, first.costs)
         again.start(self._jobs)
         batch = again.wait()
         for status, detail in again.rejected.values():
