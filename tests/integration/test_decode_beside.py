@@ -167,6 +167,43 @@ def test_results_of_tensors_are_encoded_and_a_batch_that_raises_is_halved_as_it_
     }
 
 
+def test_a_batch_is_halved_while_results_of_the_one_before_it_are_encoded(
+    stack: Stack, tmp_path: Path
+) -> None:
+    """Its frame is asked for once more, although it is not the oldest one without an outcome."""
+    model = stack.serve("beside.py:HeldEncoded")
+    results_of(stack, model, {"before": [0, 0]})
+    until, halved = tmp_path / "until", tmp_path / "halved"
+    stack.send(model, correlation_id="held", body="[1, 2]", until=str(until))
+    results = {"h1": [1, 1], "h13": [13, 1], "h2": [2, 1]}
+    requests = [{"correlation_id": name, "body": json.dumps(body)} for name, body in results.items()]
+    stack.send_packed(model, requests, halved=str(halved))
+    wait_until(halved.exists, description="the second batch is halved")
+    until.touch()
+    assert answer(stack, model, "held") == {"sum": 6, "id": "held"}
+    assert [
+        answer(stack, model, name)[0] if name == "h13" else answer(stack, model, name)["sum"]
+        for name in results
+    ] == [4, "INTERNAL", 6]
+    assert not stack.served_by(model).events("model process died")
+
+
+def test_decoder_processes_have_the_parameters_and_hide_secrets(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret-of-decoders")
+    given = ("--param", "joined_by=+", "--param-file", f"token={tmp_path / 'token'}")
+    stack.worker("given=beside.py:Given", *given, ready=False)
+    wrong = stack.worker("wrong=beside.py:Given", *given, "--param", "refuses=true", ready=False)
+    stack.wait_for_model("given")
+    pair = {"datatype": "BYTES", "shape": [2], "data": ["a", "b"]}
+    assert results_of(stack, "given", {"g": pair}) == {"g": "a+b"}
+    event = wrong.wait_for("model cannot be loaded")
+    assert event["reason"] == (
+        "the model cannot be loaded in a decoder process: ValueError: nothing decodes with ***"
+    )
+    assert "load_decoder" in event["exception"]
+    assert "s3cret" not in wrong.log.read_text()
+
+
 def test_bodies_of_sequences_are_decoded_and_a_result_that_cannot_be_encoded_breaks_its_own(
     stack: Stack,
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from carpool.plugins import UnusableError
+from carpool.wire.bodies import decode_result
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.dry_run import DryRun
 from carpool_worker.model_process.decoding import exchange
@@ -20,14 +21,23 @@ from carpool_worker.model_process.model import LoadedModel, load_model
 
 NUMBERS = st.sampled_from(["?", "u1", "<i2", ">i4", "<i8", "<f2", "<f4", ">f8"])
 ARRAYS = NUMBERS.flatmap(lambda kind: arrays(kind, array_shapes(min_dims=0, min_side=0, max_side=5)))
+ELEMENTS = arrays(object, array_shapes(min_side=0, max_side=3), elements=st.text() | st.binary())
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary() | ARRAYS,
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.text()
+    | st.binary()
+    | ARRAYS
+    | ELEMENTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
 
 
 def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and one.dtype == object:
+        return one.shape == other.shape and same(one.ravel().tolist(), other.ravel().tolist())
     if isinstance(one, np.ndarray):
         is_same = one.dtype == other.dtype.newbyteorder("=") or one.dtype.newbyteorder("<") == other.dtype
         return bool(is_same and one.shape == other.shape and np.array_equal(one, other, equal_nan=True))
@@ -100,10 +110,58 @@ def test_a_model_that_decodes_can_be_tried_out() -> None:
     assert any("unlucky" in trace for trace in dry_run.traces)
 
 
+class Weighed:
+    """Tells costs, of bodies that are decoded to arrays of several shapes."""
+
+    max_batch_size = 8
+    max_batch_cost = 7
+    decode_in = "threads"
+    decoded = (TensorSpec("letters", "UINT8", (-1,), buckets=[2, 4], lengths="lengths"),)
+    outputs = (TensorSpec("letters", "UINT8", (-1,), cut="letters"),)
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def cost(self, body: str) -> int:
+        if body == "?":
+            raise KeyError("no cost")
+        return len(body)
+
+    def decode(self, body: str, request: Any) -> Any:
+        assert request.cost == len(body)
+        return np.frombuffer(body.encode(), np.uint8)
+
+    def predict(self, batch: Any, requests: Any) -> Any:
+        self.calls.append(batch["lengths"].tolist())
+        assert [request.cost for request in requests] == self.calls[-1]
+        return batch["letters"]
+
+
+def test_what_one_call_can_take_of_decoded_bodies_is_divided_by_their_costs() -> None:
+    model = Weighed()
+    dry_run = DryRun(load_model(model, "cpu"))
+    bodies = ["a", "bcd", "ef", "ghij", "?", "klm", "no", "p"]
+    results = dry_run.execute([f'"{body}"'.encode() for body in bodies], "application/json").results
+    assert model.calls == [[1, 2, 2, 1], [3, 4], [3]]
+    for body, result in zip(bodies, results, strict=True):
+        if body == "?":
+            assert (result.status, result.detail) == (
+                "INTERNAL",
+                "the model failed on this request: KeyError: 'no cost'",
+            )
+        else:
+            assert decode_result(result.content_type, result.body or b"").tolist() == [*body.encode()]
+    assert any("no cost" in trace for trace in dry_run.traces)
+
+
 def test_methods_of_these_names_are_the_models_own_unless_it_says_where_they_are_called() -> None:
     model = type("Codec", (), {"decode": lambda self, x: x, "predict": lambda self, batch: batch})
     loaded = load_model(model, "cpu")
     assert isinstance(loaded, LoadedModel) and loaded.beside is None
+
+
+async def is_awaited(_model: Any, batch: list[Any]) -> list[Any]:
+    return batch
 
 
 @pytest.mark.parametrize(
@@ -128,6 +186,14 @@ def test_methods_of_these_names_are_the_models_own_unless_it_says_where_they_are
         (
             {"decode_in": "threads", "binds_sequences": True},
             "the model has 'decode_in' or 'decode_workers' and 'binds_sequences'",
+        ),
+        (
+            {"decode_in": "threads", "predict": is_awaited},
+            "the model has 'decode_in' or 'decode_workers', and its 'predict' is a coroutine function",
+        ),
+        (
+            {"decode_workers": 2, "predict": lambda self, batch, clients: batch},
+            "and its 'predict' has a parameter `clients`: such a model decodes and encodes within 'predict'",
         ),
     ],
 )

@@ -16,6 +16,7 @@
     printed          what the model prints and logs: in the log at once
     model            from a user's model to a loaded one
     loaded           a loaded model: its functions under one interface, and what it declares
+    creation         from a model's location to its object, made with what it is given
     loader           from a model's name on the command line to the model
     parameters       which a model declares, and the values for it
     configuration    what a model is loaded with beside its object, as the worker sends it

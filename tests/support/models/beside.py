@@ -155,3 +155,47 @@ class Bucketed:
         ids, lengths = batch["ids"], batch["lengths"]
         assert ((ids == -1).sum(axis=1) == ids.shape[1] - lengths).all()
         return {"doubled": ids * 2, "shape": np.array([ids.shape] * len(ids))}
+
+
+class HeldEncoded(Encoded):
+    """The same. Encodes a result once the file `until` exists; makes the file `halved` when it executes fewer
+    than three."""
+
+    def predict(self, batch: Any, requests: Any) -> Any:
+        halved = requests[0].fields.get("halved")
+        if halved and len(batch) < 3:
+            Path(halved.decode()).touch()
+        return super().predict(batch)
+
+    def encode(self, result: Any, request: Any) -> Any:
+        until = request.fields.get("until")
+        while until and not Path(until.decode()).exists():
+            time.sleep(0.001)
+        return super().encode(result, request)
+
+
+class Given:
+    """Joins two elements of bytes with what it is given. If it `refuses`, it cannot be loaded to decode."""
+
+    max_batch_size = 8
+    decode_in = "processes"
+    decode_workers = 1
+    inputs = (TensorSpec("pair", "BYTES", (2,)),)
+
+    def __init__(self, *, joined_by: str, token: str = "", refuses: bool = False) -> None:
+        self.joined_by, self.token, self.refuses = joined_by.encode(), token, refuses
+        self.is_loaded = False
+
+    def load(self, _device: str) -> None:
+        self.is_loaded = True
+
+    def load_decoder(self) -> None:
+        if self.refuses and not self.is_loaded:
+            raise ValueError(f"nothing decodes with {self.token}")
+
+    def decode(self, pair: Any) -> Any:
+        assert not self.is_loaded
+        return np.array([*pair, self.joined_by], object)
+
+    def predict(self, batch: list[Any]) -> list[str]:
+        return [by.join([first, second]).decode() for first, second, by in batch]
