@@ -105,12 +105,16 @@ _PRODUCE: Final = (
     Grant("send a request together with its large body", "multi exec"),
     Grant("store a large body", "set", "body"),
     Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
+    Grant("the script keep", "evalsha eval", "requests kept replies body"),
+    Grant("the state of a request whose result is read by name", "get exists", "kept"),
+    Grant("whether that result is there, or is to come", "exists", "replies"),
+    _Lua("keep"),
 )
 
 _READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "result")
 
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
-    "producer": (_CONNECT, _CLUSTER, *_PRODUCE, _READ_LISTS),
+    "producer": _grants("producer", _CONNECT, _CLUSTER, *_PRODUCE, _READ_LISTS),
     "batcher": _grants(
         "batcher",
         _CONNECT, _CLUSTER, _CLOCK, _EVICTION,
@@ -124,8 +128,8 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant(
             "run scripts",
             "evalsha eval",
-            "batcher report requests batches progress order tickets result replies body sequence sequences "
-            "inbox workers statistics",
+            "batcher report requests batches progress order tickets result replies body kept sequence "
+            "sequences inbox workers statistics",
         ),
         Grant("list the sequences that are kept when it takes over", "zrange", "sequences"),
         _Lua("lease"), _Lua("report"), _Lua("dispatch refuse put_back", "requests"), _Lua("refuse"),
@@ -134,7 +138,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("list the processes of a bound model that drain", "smembers", "draining"),
         _Lua("dispatch"), _Lua("answer"), _Lua("statistics"),
         Grant("count the chunks of streams in flight", "hget", "progress"),
-        _Lua("answered"), _Lua("sequence"), _Lua("deliver ordering/order"),
+        _Lua("answered"), _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("record"),
     ),
     "worker": _grants(
         "worker",
@@ -150,7 +154,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "run scripts",
             "evalsha eval",
             "workers batches settled registration config progress dead dead_dropped order tickets result "
-            "replies body sequence sequences draining statistics",
+            "replies body kept sequence sequences draining statistics",
         ),
         _Lua("join renew", "workers"), _Lua("join", "batches"), _Lua("renew"), _Lua("step", "result replies"),
         Grant("load large bodies", "getrange", "body"),
@@ -163,19 +167,17 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "progress",
             "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
         ),
-        _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("statistics"),
+        _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("statistics"), _Lua("record"),
     ),
     "gateway": _grants(
         "gateway",
         _CONNECT, _CLUSTER, *_PRODUCE,
         Grant("read an operator's overrides of settings", "hgetall", "config"),
         Grant("read what became of a model's requests", "hgetall", "statistics"),
-        Grant("the script keep", "eval", "requests kept replies body"),
-        Grant("whether a request was added before, and has its result", "exists", "kept replies"),
-        _Lua("keep"),
     ),
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
-    "admin": (
+    "admin": _grants(
+        "admin",
         _CONNECT,
         *_PRODUCE,
         _READ_LISTS,

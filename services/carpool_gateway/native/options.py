@@ -40,6 +40,7 @@ def _flag(name: str, value: str) -> bool:
 _OPTIONS: Final[Mapping[bytes, tuple[str, Callable[[str, str], Any]]]] = {
     b"carpool-timeout-ms": ("timeout", _seconds),
     b"carpool-not-before-ms": ("not_before", _seconds),
+    b"carpool-result-ttl-ms": ("result_ttl", _seconds),
     b"carpool-priority": ("priority", _whole),
     b"carpool-lane": ("lane", _text),
     b"carpool-cost": ("cost", _whole),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from carpool.errors import OK
+from carpool.errors import ABORTED, OK
 from carpool.messages.batches import BatchedRequest, BatchedRun
 from carpool.messages.requests import JSON, Entry, Run, SequencePart
 from carpool.rows import Rows
@@ -30,6 +30,17 @@ class Result(NamedTuple):
     index: int | None = None  # type: ignore[assignment]  # hides tuple.index
     first_us: int | None = None
     warnings: Sequence[str] = ()
+
+
+# What the detail of the result of a request begins with that was given up.
+GIVEN_UP: Final = "given up, and kept as a dead letter"
+
+
+def state_of(result: Result) -> str:
+    """What became of the request that has this result: done, failed, or dead (it was given up)."""
+    if result.status == OK:
+        return "done"
+    return "dead" if result.status == ABORTED and (result.detail or "").startswith(GIVEN_UP) else "failed"
 
 
 class Chunk(NamedTuple):
