@@ -17,6 +17,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermission
 from carpool import AsyncClient, Client
 from carpool.errors import (
     AbortedError,
+    CancelledRequestError,
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
@@ -192,6 +193,52 @@ def test_gateway_infers_streams_and_keeps_results(no_denials: Secured) -> None:
     assert call(gateway.url, "POST", "/carpool/v1/models/nobody/infer", b"7").code == 404
     assert "Echo" in call(gateway.url, "GET", "/carpool/v1/models").json["models"]
     gateway.terminate()
+
+
+@pytest.mark.parametrize("role", ["producer", "admin"])
+def test_requests_are_enqueued_and_read_by_id(
+    no_denials: Secured, role: str, gate: Path, unique: str
+) -> None:
+    """Small and large ones, one that expires, and one that is cancelled."""
+    url, stack = no_denials.url(role), no_denials.stack
+    stack.redis.script_flush()
+    with Client(url, timeout=15) as client:
+        for body in (7, "x" * 20_000):
+            request_id = client.enqueue("Echo", body, result_ttl=60)
+            assert client.result(request_id) == body
+            assert client.status(request_id) == "done"
+        assert client.enqueue("Echo", 1, correlation_id=unique) == client.enqueue(
+            "Echo", 1, correlation_id=unique
+        )
+        model = block_worker(no_denials, gate)
+        waiting, expiring = client.enqueue(model, 1), client.enqueue(model, 1, timeout=0.2)
+        assert client.status(waiting) == "waiting"
+        client.cancel(waiting)
+        for request_id, kind in ((waiting, CancelledRequestError), (expiring, DeadlineExceededError)):
+            with pytest.raises(kind):
+                client.result(request_id)
+            assert client.status(request_id) == "failed"
+        gate.touch()
+    stack.wait_until_idle(model)
+
+
+def test_producer_may_not_do_more_with_records_than_it_needs(
+    secured: Secured, producer: Any, unique: str
+) -> None:
+    """It may write those of its own requests, and neither results nor settings."""
+    with Client(secured.url("producer"), timeout=15) as client:
+        request_id = client.enqueue("Echo", 1, correlation_id=unique)
+        assert client.result(request_id) == 1
+    keys = Keys("Echo")
+    if secured.rules == "7":  # with the others every command of a role works on each of its keys
+        with pytest.raises(NoPermissionError):
+            producer.xadd(keys.replies(unique), {"results": "forged"})
+        with pytest.raises(NoPermissionError):
+            producer.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, keys.requests)
+    with pytest.raises(NoPermissionError):
+        producer.hset(keys.registration, "max_batch_size", 1)
+    with pytest.raises(NoPermissionError):
+        producer.delete(keys.replies(unique))
 
 
 def test_producer_with_a_plain_redis_client(no_denials: Secured, producer: Any, unique: str) -> None:
