@@ -105,16 +105,17 @@ _PRODUCE: Final = (
     Grant("send a request together with its large body", "multi exec"),
     Grant("store a large body", "set", "body"),
     Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
-    Grant("the script keep", "evalsha eval", "requests kept replies body"),
     Grant("the state of a request whose result is read by name", "get exists", "kept"),
     Grant("whether that result is there, or is to come", "exists", "replies"),
-    _Lua("keep"),
 )
+
+# To add requests whose results are read by name.
+_ENQUEUE: Final = (Grant("the script keep", "evalsha eval", "requests kept replies body"), _Lua("keep"))
 
 _READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "result")
 
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
-    "producer": _grants("producer", _CONNECT, _CLUSTER, *_PRODUCE, _READ_LISTS),
+    "producer": _grants("producer", _CONNECT, _CLUSTER, *_PRODUCE, *_ENQUEUE, _READ_LISTS),
     "batcher": _grants(
         "batcher",
         _CONNECT, _CLUSTER, _CLOCK, _EVICTION,
@@ -171,13 +172,12 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     ),
     "gateway": _grants(
         "gateway",
-        _CONNECT, _CLUSTER, *_PRODUCE,
+        _CONNECT, _CLUSTER, *_PRODUCE, *_ENQUEUE,
         Grant("read an operator's overrides of settings", "hgetall", "config"),
         Grant("read what became of a model's requests", "hgetall", "statistics"),
     ),
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
-    "admin": _grants(
-        "admin",
+    "admin": (
         _CONNECT,
         *_PRODUCE,
         _READ_LISTS,

@@ -190,7 +190,6 @@ def test_selectors_give_each_command_its_own_keys() -> None:
 STORES: Final = {
     "producer": (kept,),
     "gateway": (kept,),
-    "admin": (kept,),
     "batcher": (batcher, reader, results, upkeep),
     "worker": (worker, steps, bound, results, dead_letters),
 }

@@ -10,10 +10,10 @@
 --       5 how long a stored body is kept (ms)  6 the stored body, else empty
 --       7.. field, value, ...: the entry of the request
 -- Returns the fingerprint with which the request was added before, or false if it was added now. O(1).
--- GRANT producer,gateway,admin kept get set
--- GRANT producer,gateway,admin body set
--- GRANT producer,gateway,admin requests xadd
--- GRANT producer,gateway,admin replies exists xgroup|create xgroup|destroy xtrim pexpire
+-- GRANT producer,gateway kept get set
+-- GRANT producer,gateway body set
+-- GRANT producer,gateway requests xadd
+-- GRANT producer,gateway replies exists xgroup|create xgroup|destroy xtrim pexpire
 local record = redis.call('GET', KEYS[2])
 if record and (ARGV[4] == '' or redis.call('EXISTS', KEYS[3]) == 1) then return string.match(record, '^%S+') end
 -- First what may be refused, because the memory is full or the key has another type: then nothing is written. By a
