@@ -9,6 +9,7 @@ Why: docs/decisions/0104.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -45,7 +46,10 @@ from carpool.store.kept import (
     state_in_record,
 )
 
-CHECK_S: Final = 2.0  # while a result is awaited: whether its request is still known
+FIRST_CHECK_S: Final = (
+    0.02  # after which time it is asked whether a request is known whose result is not there
+)
+CHECK_S: Final = 2.0  # and again, while its result is awaited
 PAUSE_S_MIN: Final = 0.001
 PAUSE_S_MAX: Final = 0.1
 PAUSE_RATIO: Final = 0.25  # of the time since somebody began to wait
@@ -148,16 +152,21 @@ class EnqueuedRequests:
         one = RequestId.parse(text)
         keys = Keys(one.model, self._producer.prefix)
         envelope = await self._read(keys, one.name)
-        end_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        loop, check_s = asyncio.get_running_loop(), FIRST_CHECK_S
+        end_s = math.inf if timeout_s is None else loop.time() + timeout_s
         while envelope is None:
+            left_s = end_s - loop.time()
+            if left_s > 0:
+                envelope = await self._of_model(keys).wait(one.name, min(left_s, check_s))
+                check_s = CHECK_S
+            if envelope is not None:
+                break
             await self._check_there(keys, one)
-            left_s = CHECK_S if end_s is None else min(CHECK_S, end_s - asyncio.get_running_loop().time())
             if left_s <= 0:
                 raise NoResultError(
                     f"no result within {timeout_s:g} s: the request is {await self.state(text)}",
                     correlation_id=one.name,
                 )
-            envelope = await self._of_model(keys).wait(one.name, left_s)
         return self._reader.value(envelope)
 
     async def _read(self, keys: Keys, name: str) -> Envelope | None:

@@ -77,6 +77,8 @@ class Producer:
             _CONNECTED.add(self)
         self.packer.check_loop()
         opening = self._opening
+        if opening.done() and not opening.cancelled() and opening.exception() is None:
+            return
         try:
             await asyncio.shield(opening)
         except LinkError:
