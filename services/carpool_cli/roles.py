@@ -3,7 +3,7 @@
     ROLES --rules()--> "user worker on #8f..  -@all +ping .. ~carpool:{*}:batches .."
 
 Redis checks each command inside a script as if the caller had sent it. So the commands of a script are
-granted one by one to the roles that run it; EVAL alone permits nothing. The head of each file in
+granted one by one to the roles that run it; EVAL alone permits no other command. The head of each file in
 `carpool/store/lua` declares them, in lines `GRANT roles keys commands`.
 
 A grant is a set of commands on a set of keys. For Redis 7, each grant is a selector with exactly these. Redis
@@ -110,7 +110,11 @@ _PRODUCE: Final = (
 )
 
 # To add requests whose results are read by name.
-_ENQUEUE: Final = (Grant("the script keep", "evalsha eval", "requests kept replies body"), _Lua("keep"))
+# By its hash only: with EVAL a producer could run a script that does not end, and stop Redis.
+_ENQUEUE: Final = (
+    Grant("the script keep, which batchers load", "evalsha", "requests kept replies body"),
+    _Lua("keep"),
+)
 
 _READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "result")
 
@@ -132,6 +136,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "batcher report requests batches progress order tickets result replies body kept sequence "
             "sequences inbox workers statistics",
         ),
+        Grant("load the script keep, which producers run", "script|load"),
         Grant("list the sequences that are kept when it takes over", "zrange", "sequences"),
         _Lua("lease"), _Lua("report"), _Lua("dispatch refuse put_back", "requests"), _Lua("refuse"),
         Grant("keep large bodies while their requests wait", "pexpire", "body"),
@@ -173,6 +178,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "gateway": _grants(
         "gateway",
         _CONNECT, _CLUSTER, *_PRODUCE, *_ENQUEUE,
+        Grant("the script keep, by its source", "eval", "requests kept replies body"),
         Grant("read an operator's overrides of settings", "hgetall", "config"),
         Grant("read what became of a model's requests", "hgetall", "statistics"),
     ),

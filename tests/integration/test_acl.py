@@ -25,6 +25,8 @@ from carpool.errors import (
     UnavailableError,
 )
 from carpool.keys import Keys
+from carpool.store import batcher, bound, dead_letters, results, steps, upkeep, worker
+from carpool.store.connection import Script
 from carpool_cli import acl
 from carpool_cli.roles import ROLES
 from conftest import SERVERS, name_of
@@ -232,12 +234,36 @@ def test_producer_may_not_do_more_with_records_than_it_needs(
     if secured.rules == "7":  # with the others every command of a role works on each of its keys
         with pytest.raises(NoPermissionError):
             producer.xadd(keys.replies(unique), {"results": "forged"})
-        with pytest.raises(ResponseError, match=r"permission"):  # of the server, or of the script
-            producer.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, keys.requests)
     with pytest.raises(NoPermissionError):
         producer.hset(keys.registration, "max_batch_size", 1)
     with pytest.raises(NoPermissionError):
         producer.delete(keys.replies(unique))
+
+
+SCRIPTS: Final = {
+    script.name: script
+    for module in (batcher, bound, dead_letters, results, steps, upkeep, worker)
+    for script in vars(module).values()
+    if isinstance(script, Script)
+}
+
+
+def test_producer_runs_no_script_but_the_one_that_enqueues(
+    secured: Secured, producer: Any, unique: str
+) -> None:
+    """Neither one of its own, which may not end, nor one of a service, with arguments that keep it busy."""
+    for command in (("EVAL", "while true do end", "0"), ("SCRIPT", "LOAD", "return 1"), ("SCRIPT", "FLUSH")):
+        with pytest.raises(NoPermissionError):
+            producer.execute_command(*command)
+    redis, keys = secured.stack.redis, Keys("Echo")
+    own = [keys.requests, keys.kept(unique), keys.replies(unique), keys.body(unique)]
+    assert {"dispatch", "refuse", "commit", "step", "lease", "admit"} <= SCRIPTS.keys()
+    for script in SCRIPTS.values():
+        assert redis.script_load(script.source) == script.sha
+        for given in ([], own):
+            with pytest.raises(ResponseError, match=r"can't run|permission"):
+                producer.evalsha(script.sha, len(given), *given, "", "", "1e18", "a" * 1000)
+    assert redis.exists(*own[1:]) == 0
 
 
 def test_producer_with_a_plain_redis_client(no_denials: Secured, producer: Any, unique: str) -> None:

@@ -24,6 +24,7 @@ from carpool.errors import (
     InvalidArgumentError,
     NoResultError,
     NotFoundError,
+    UnavailableError,
 )
 from carpool.keys import Keys
 from support.command import carpool
@@ -408,3 +409,19 @@ def test_what_cannot_be_enqueued(client: Client, options: dict[str, Any], part: 
 def test_a_model_that_nobody_registered(client: Client) -> None:
     with pytest.raises(NotFoundError, match="no worker has registered a model 'nobody'"):
         client.enqueue("nobody", 1)
+
+
+def test_a_script_that_redis_lost_is_waited_for(tmp_path: Path) -> None:
+    """A batcher loads it again; without one the error says so."""
+    with Stack(tmp_path / "stack") as stack:
+        stack.serve("plain.py:Echo")
+        with Client(stack.url, timeout=30) as client:
+            stack.redis.script_flush()
+            assert client.result(client.enqueue("Echo", 1), 30) == 1
+        stack.active_batcher("Echo").kill()
+        stack.redis.script_flush()
+        with (
+            Client(stack.url, timeout=0.5) as client,
+            pytest.raises(UnavailableError, match="no batcher has loaded the script keep"),
+        ):
+            client.enqueue("Echo", 1)

@@ -271,7 +271,7 @@ def test_service_has_what_its_scripts_need_and_runs_all_that_grant_it_something(
         (key, name) for grant in ROLES[role] for key in grant.keys.split() for name in grant.commands.split()
     }
     assert of_scripts <= granted
-    assert {key for key, name in granted if name == "eval"} == {key for key, _ in of_scripts}
+    assert {key for key, name in granted if name == "evalsha"} == {key for key, _ in of_scripts}
 
 
 def source(module: ModuleType) -> str:

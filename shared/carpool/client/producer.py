@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 from carpool.address import without_password
+from carpool.backoff import with_jitter
 from carpool.client.durability import Durability
 from carpool.client.entries import MAX_ENTRY_REQUESTS, Channel
 from carpool.client.lookup import POLL_S, ModelLookup
@@ -37,6 +39,7 @@ from carpool.tls_files import check_tls_files
 
 T = TypeVar("T")
 
+_LOADED_PAUSE_S: Final = 0.1
 _FORKED: Final = "this process was forked from the one that sent the request"
 
 
@@ -178,11 +181,20 @@ class Producer:
         return reply
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """As `call`, for a script."""
-        rest = (len(keys), *keys, *args)
-        reply = await self._reply("EVALSHA", script.sha, *rest, key=keys[0])
-        if isinstance(reply, CommandError) and reply.code == "NOSCRIPT":
-            reply = await self._reply("EVAL", script.source, *rest, key=keys[0])
+        """As `call`, for a script that batchers load, because a producer may load none. If Redis does not
+        know it (yet, or any more), this waits for `timeout_s`."""
+        loop = asyncio.get_running_loop()
+        end_s = math.inf if self.timeout_s is None else loop.time() + self.timeout_s
+        while True:
+            reply = await self._reply("EVALSHA", script.sha, len(keys), *keys, *args, key=keys[0])
+            if not (isinstance(reply, CommandError) and reply.code == "NOSCRIPT"):
+                break
+            if loop.time() + _LOADED_PAUSE_S > end_s:
+                raise UnavailableError(
+                    f"no batcher has loaded the script {script.name} into Redis within {self.timeout_s:g} s: "
+                    "is one running?"
+                )
+            await asyncio.sleep(with_jitter(_LOADED_PAUSE_S))
         if isinstance(reply, CommandError):
             raise failure(f"Redis rejected the script {script.name}", reply)
         return reply

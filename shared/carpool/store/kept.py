@@ -23,7 +23,7 @@ from carpool.wire.results import check_envelope, decode_results
 
 State = Literal["waiting", "in flight", "done", "failed", "dead", "unknown"]
 
-KEEP: Final = Script("keep")
+KEEP: Final = Script("keep", for_producers=True)  # batchers load it: see `Producer.run`
 STORED_BYTES_MIN: Final = 16 * 1024  # of a body that is stored under a key of its own
 TIMEOUT_S: Final = 3600.0  # of a request for whose result nobody waits, if it has no timeout
 _OWNER_CHARS: Final = 16
