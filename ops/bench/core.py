@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from carpool.lifecycle import collect_garbage_rarely
 from carpool.messages.requests import Entry, Run
+from carpool.messages.settled import BatchSettled
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
@@ -97,8 +98,10 @@ def _serve(scheduler: Scheduler, offered: Sequence[Run], now_us: int, runs: int)
                 scheduler.in_flight.launch(str(next(BATCH_IDS)), decision, now_us)
         scheduler.wake_at_us()
         now_us += EXECUTION_US
-        for batch_id in list(scheduler.in_flight.batches):
-            scheduler.in_flight.settle(batch_id, EXECUTION_US, now_us)
+        for batch_id, batch in list(scheduler.in_flight.batches.items()):
+            scheduler.in_flight.settle(
+                BatchSettled(batch_id, "", batch.size, EXECUTION_US, now_us, batch.size)
+            )
     return now_us
 
 

@@ -54,7 +54,7 @@ def dispatched(size: int) -> tuple[Callable[[], None], BatcherMetrics]:
         meter.dispatched(batches, scheduler, 5_000)
         meter.settled(in_flight, 7_000)
         scheduler.learned.observe_delivery(300)
-        missed.settled(event, in_flight, 7_000)
+        missed.settled(event, in_flight)
 
     return record, metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
 from carpool.messages.batches import Dispatch
@@ -20,14 +20,6 @@ from carpool_batcher.meter import Meter
 SUMMARY_INTERVAL_S: Final = 1.0
 
 
-class _Settled(NamedTuple):
-    """A batch that settled: what its worker tells, what was in flight, and when that was."""
-
-    event: BatchSettled
-    batch: InFlightBatch
-    settled_us: int
-
-
 class Observer:
     """Is told each event of one model's requests once, while this batcher holds the lease."""
 
@@ -36,7 +28,7 @@ class Observer:
         self._log = AnswerLog(log)
         self._scheduler = scheduler
         self._missed = MissedDeadlines(scheduler.learned, scheduler.in_flight.batches)
-        self._settled: list[_Settled] = []  # and not counted yet
+        self._settled: list[tuple[BatchSettled, InFlightBatch]] = []  # and not counted yet
 
     def refused(self, refusals: Sequence[Refusal]) -> None:
         """These requests were answered without being dispatched."""
@@ -62,20 +54,20 @@ class Observer:
         """Requests at these positions of a batch in flight were withdrawn. None: the batch has settled."""
         self._answered_in_flight(CANCELLED, answered)
 
-    def settled(self, event: BatchSettled, batch: InFlightBatch, settled_us: int) -> None:
+    def settled(self, event: BatchSettled, batch: InFlightBatch) -> None:
         """A batch settled. This comes before its times are learned; see `MissedDeadlines.settled`."""
-        self._count_missed(self._missed.settled(event, batch, settled_us))
-        self._settled.append(_Settled(event, batch, settled_us))
+        self._count_missed(self._missed.settled(event, batch))
+        self._settled.append((event, batch))
 
     def count_settled(self) -> None:
         """Count the batches that settled. Nobody waits for that, so it comes after what is urgent."""
         settled, self._settled = self._settled, []
-        for event, batch, settled_us in settled:
-            self._meter.settled(batch, settled_us)
+        for event, batch in settled:
+            self._meter.settled(batch, event.settled_us)
             if event.failures is not None:
-                self._meter.failed(event.failures, settled_us)
+                self._meter.failed(event.failures, event.settled_us)
             if event.streamed is not None:
-                self._meter.stream_ended(event.streamed, settled_us)
+                self._meter.stream_ended(event.streamed, event.settled_us)
 
     def compared(self, model_processes: Collection[str], now_us: int) -> None:
         """The scheduler was compared with Redis, where these model processes are alive."""

@@ -30,6 +30,7 @@ from carpool.wire.batches import decode_settled
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
 from carpool_batcher.backlog import PIECE_DECODED, Backlog
+from carpool_batcher.core.deadlines import NO_WORKER
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler, earlier
 from carpool_batcher.core.sequences.sequence import did_not_succeed
 from carpool_batcher.effective_settings import EffectiveSettings
@@ -209,18 +210,14 @@ class Session:
             if batch is None:
                 continue
             settled_us = min(max(event.settled_us, batch.dispatched_us), now_us)
+            if settled_us != event.settled_us:  # this process's copy of Redis's clock is a little off
+                event = event._replace(settled_us=settled_us)
             if is_awaited:
                 scheduler.learned.observe_delivery(now_us - settled_us)
-            self._observer.settled(event, batch, settled_us)
-            scheduler.in_flight.settle(
-                event.batch_id,
-                event.compute_us + event.overhead_us,
-                settled_us,
-                event.executed,
-                event.waited_us,
-                event.broken,
-                event.of_producers,
-            )
+            self._observer.settled(event, batch)
+            scheduler.in_flight.settle(event)
+            if event.executed and (event.cost or scheduler.learned.costs):
+                scheduler.observe_cost(batch.lane, event.executed, event.cost)
 
     def _admit(self) -> Generator[None, None, tuple[list[Refusal], list[Entry]]]:
         """Offer requests of the backlog to the scheduler. Returns the refusals, and entries to remove."""
@@ -249,7 +246,7 @@ class Session:
         """Withdraw what is in flight, and add to `refusals` what waits. The entry of a withdrawal is removed
         when that is answered: if this batcher ends before, the next one reads it."""
         withdrawn = self.scheduler.carry_out_withdrawals(now_us)
-        for batch_id, first, run in withdrawn.cancelled:  # their worker learns of it with its next step
+        for batch_id, first, run in withdrawn.cancelled:  # their worker learns of it soon
             answers = list(_answers(first, run, now_us, *_WITHDRAWN))
             self._observer.cancelled(self._answer_in_flight(batch_id, answers))
         refusals += withdrawn.refusals
@@ -349,10 +346,12 @@ class Session:
         for batch_id, first, run in expired:
             by_batch.setdefault(batch_id, []).append((first, run))
         is_stepping, now_us = self.scheduler.kind is ModelKind.STEPPING, self._clock.now_us()
-        expired_while = _EXPIRED_WHILE_STEPPING if is_stepping else _EXPIRED
+        status, detail = _EXPIRED_WHILE_STEPPING if is_stepping else _EXPIRED
+        if not self.scheduler.model_processes:
+            detail += NO_WORKER
         for batch_id, runs in by_batch.items():
             answers = [
-                answer for first, run in runs for answer in _answers(first, run, now_us, *expired_while)
+                answer for first, run in runs for answer in _answers(first, run, now_us, status, detail)
             ]
             answered = self._answer_in_flight(batch_id, answers)
             self._observer.expired(batch_id, runs, answered)

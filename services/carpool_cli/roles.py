@@ -69,7 +69,8 @@ def _grants(role: str, *items: Grant | _Lua) -> Sequence[Grant]:
 # AUTH, HELLO, QUIT and RESET need no permission. SELECT is for no role: installations differ by prefix.
 _CONNECT: Final = Grant("have a name in CLIENT LIST, and check that Redis answers", "ping client|setname")
 _CLUSTER: Final = Grant("find the node of a cluster that has a key", "cluster|slots")
-_CLOCK: Final = Grant("read Redis's clock, which decides about expiration", "time")
+_CLOCK: Final = Grant("read Redis's clock, which decides about expiration and leases", "time")
+_SCRIPTS: Final = Grant("run scripts of services, which begin with it", "echo")
 _EVICTION: Final = Grant("see whether Redis discards keys when its memory is full", "info")
 # Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.
 _COUNTS: Final = (
@@ -100,7 +101,8 @@ _PRODUCE: Final = (
     Grant("list the models", "smembers sismember", "models"),
     Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
     Grant("wait until a model is loaded", "exists", "loading"),
-    Grant("wait until there is a model process", "zcard", "workers"),
+    Grant("wait until there is a model process; see whether one is alive", "zcard zcount", "workers"),
+    _CLOCK,
     Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),
     Grant("send a request together with its large body", "multi exec"),
     Grant("store a large body", "set", "body"),
@@ -116,13 +118,14 @@ _ENQUEUE: Final = (
     _Lua("keep"),
 )
 
+CALLER: Final = "model"  # a user for models that call others (CARPOOL_MODEL_REDIS_URL)
 _READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "result")
 
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     "producer": _grants("producer", _CONNECT, _CLUSTER, *_PRODUCE, *_ENQUEUE, _READ_LISTS),
     "batcher": _grants(
         "batcher",
-        _CONNECT, _CLUSTER, _CLOCK, _EVICTION,
+        _CONNECT, _CLUSTER, _CLOCK, _EVICTION, _SCRIPTS,
         Grant("list the models", "smembers", "models"),
         Grant("read what workers registered, and an operator's overrides", "hgetall", "registration config"),
         Grant("list the model processes that are alive", "zrange", "workers"),
@@ -148,7 +151,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
     ),
     "worker": _grants(
         "worker",
-        _CONNECT, _CLUSTER, _CLOCK, _EVICTION,
+        _CONNECT, _CLUSTER, _CLOCK, _EVICTION, _SCRIPTS,
         Grant("tell that it loads the model", "hset pexpire del", "loading"),
         Grant("tell which models are being loaded", "sadd srem pexpire", "loading_models"),
         Grant("register the model", "sadd", "models"),
@@ -251,9 +254,22 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
 
 def rules(role: str, prefix: str = DEFAULT_PREFIX, *, selectors: bool = False) -> str:
     """The rules of a role for its line of an ACL file. `selectors` need Redis 7."""
-    names = patterns(prefix)
-    root_grants = [grant for grant in ROLES[role] if not (selectors and grant.keys)]
-    selector_grants = [grant for grant in ROLES[role] if selectors and grant.keys]
+    return _rules(ROLES[role], patterns(prefix), selectors=selectors)
+
+
+def rules_of_caller(models: Sequence[str], prefix: str = DEFAULT_PREFIX, *, selectors: bool = False) -> str:
+    """The rules of CALLER: those of a producer, for requests to these models only."""
+    # In a rule `~` precedes each pattern, so this is one for each model.
+    names = {
+        name: " ~".join([key.replace("{*}", f"{{{model}}}") for model in models]) if "{*}" in key else key
+        for name, key in patterns(prefix).items()
+    }
+    return _rules(ROLES["producer"], names, selectors=selectors)
+
+
+def _rules(grants: Sequence[Grant], names: Mapping[str, str], *, selectors: bool) -> str:
+    root_grants = [grant for grant in grants if not (selectors and grant.keys)]
+    selector_grants = [grant for grant in grants if selectors and grant.keys]
     root = ["resetkeys", "resetchannels", "-@all", *_tokens(root_grants, names)]
     return " ".join([*root, *(f"({' '.join(_tokens([grant], names))})" for grant in selector_grants)])
 

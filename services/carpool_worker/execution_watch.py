@@ -30,7 +30,7 @@ class ExecutionWatch:
         self._report_s = REPORT_S
         self.over_at_s = float("inf")
 
-    def follow(self, executed: Hashable, limit_ms: int | None, now_s: float) -> Due:
+    def observe(self, executed: Hashable, limit_ms: int | None, now_s: float) -> Due:
         """The process executes this; None: nothing. As long as it is the same, its time runs."""
         if executed != self._executed:
             self._executed, self._since_s, self._report_s = executed, now_s, REPORT_S
@@ -46,5 +46,5 @@ class ExecutionWatch:
         return Due.REPORT
 
     def passed_s(self, now_s: float) -> float:
-        """How long it has been executing what it was last followed with."""
+        """How long it has been executing what was observed last."""
         return now_s - self._since_s

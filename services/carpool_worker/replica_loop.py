@@ -96,10 +96,10 @@ class ReplicaLoop(ABC, Generic[Item]):
         """End a model process that takes too long. One without a limit is reported."""
         executed, limit_ms = self._executing() if self.process.ready else (None, None)
         now_s = time.monotonic()
-        due = self._watch.follow(executed, limit_ms, now_s)
+        due = self._watch.observe(executed, limit_ms, now_s)
         if due is Due.END:
             self.process.kill(f"it took longer than max_execution_ms, {limit_ms} ms")
-            self._watch.follow(None, None, now_s)
+            self._watch.observe(None, None, now_s)
         elif due is Due.REPORT:
             passed_s = round(self._watch.passed_s(now_s))
             self._log.warning("model process still executes", worker=self.name, seconds=passed_s)

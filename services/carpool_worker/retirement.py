@@ -51,7 +51,7 @@ class LastSuccess:
 
 
 class Retirement:
-    """Follows what one model process executes. `last_success` is shared by the processes of a worker.
+    """Observes what one model process executes. `last_success` is shared by the processes of a worker.
 
     Once `due_example` is set, the process is to execute it, and `example_sent` and `observe_example` to be
     called.

@@ -354,7 +354,7 @@ def test_no_case_has_changed() -> None:
 
 def test_new_cases_are_frozen() -> None:
     new = sorted(make_vectors.digests() - make_vectors.frozen())
-    assert not new, "run tests/contract/make_vectors.py, which adds the digests of new cases"
+    assert not new, "run contract.make_vectors (see its docstring), which adds the digests of new cases"
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -16,6 +16,7 @@ from carpool.store.connection import Link
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.entries import SETTLED_UNREAD_US, MissingBatches
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.scheduler_harness import settle
 
 LONG_US: Final = 10 * SETTLED_UNREAD_US  # how long a batch is executed
 DELETED: Final = "9-0"
@@ -52,7 +53,7 @@ def test_long_batch_that_is_committed_is_settled_by_its_entry(
     missing = MissingBatches()
     missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US)
     missing.forget(store, scheduler, 1, NOTHING_READ, LONG_US + SETTLED_UNREAD_US - 1)
-    scheduler.in_flight.settle(DELETED, LONG_US - 1000, LONG_US)
+    settle(scheduler, DELETED, LONG_US - 1000, LONG_US)
     assert scheduler.learned.latency.of(1) == LONG_US - 1000
 
 

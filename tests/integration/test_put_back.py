@@ -23,6 +23,7 @@ from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.entries import EntryTable
 from carpool_batcher.ordering import issue_tickets
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.scheduler_harness import settle
 from support.wire import DEFAULTS, Single, flat_of, singles
 
 TTL_MS: Final = 60_000
@@ -191,7 +192,7 @@ def put_back_bytes(waiting: Waiting, form: str, size: int, batch_size: int) -> i
             assert batch is not None
             dispatched += batch.dispatch.size
             scheduler.in_flight.launch(batch.batch_id, batch.dispatch, 0)
-            scheduler.in_flight.settle(batch.batch_id, 1000, 0)
+            settle(scheduler, batch.batch_id, 1000, 0)
         parts = [runs for put_back in changes.put_back for _, runs in put_back.parts]
         put_back_bytes += REQUEST_BYTES * sum(len(run) for runs in parts for run in runs)
     assert dispatched == size

@@ -20,7 +20,7 @@ from carpool.messages.results import UNANSWERED, Refusal
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.requests import decode_entry, encode_runs, tickets_of
 from carpool_batcher.core.scheduler import Dispatch, Expire, Scheduler
-from support.scheduler_harness import MS
+from support.scheduler_harness import MS, settle
 
 START_MS: Final = 1_700_000_000_000
 PROCESSES: Final = ("p1", "p2")
@@ -96,7 +96,7 @@ class Batcher:
 
     def settle(self) -> None:
         for batch_id in list(self.scheduler.in_flight.batches):
-            self.scheduler.in_flight.settle(batch_id, 1000, self.now_us)
+            settle(self.scheduler, batch_id, 1000, self.now_us)
             del self.in_flight[batch_id]
 
     def pass_by(self, milliseconds: int) -> None:

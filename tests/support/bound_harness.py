@@ -10,6 +10,7 @@ from carpool.messages.requests import Run, SequencePart
 from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
 from carpool.model_settings import ModelKind
 from carpool_batcher.core.scheduler import Scheduler
+from support.scheduler_harness import settle
 from support.sequence_harness import MS, SequenceHarness
 
 
@@ -123,7 +124,7 @@ class BoundHarness(SequenceHarness):
             self.kept_by[part.sequence_id] = self.served_by[self.name_of(run)] = name
             outcome = SequenceChange(part, correlation_id, "ended" if part.ends else "kept", name)
             self.store.change(outcome, now_us)
-        self.scheduler.in_flight.settle(batch_id, 0, now_us, broken=broken)
+        settle(self.scheduler, batch_id, 0, now_us, broken=broken)
 
     def _has_failed(self, run: Run) -> bool:
         return self.name_of(run) in self.failed

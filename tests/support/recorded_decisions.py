@@ -6,9 +6,11 @@ alike write the same lines:
 
     cd tests && python -m support.recorded_decisions --against HEAD~3    # prints where they differ first
     cd tests && python -m support.recorded_decisions --write FOLDER      # a file for each scenario
+    cd tests && python -m support.recorded_decisions --renew             # what a test compares with
 
 A revision is checked out into a folder of its own, and writes with its own copy of this module. What this
-module uses of the core may be renamed; the lines must stay as they are.
+module uses of the core may be renamed; the lines must stay as they are. `recorded_decisions.sha256` has a
+digest of what is decided in the first COMPARED_S of each scenario: the test fails if one is another.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +35,7 @@ import msgpack
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
-from carpool.messages.settled import ExecutedOf
+from carpool.messages.settled import BatchSettled, ExecutedOf
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.in_flight import DecidedDispatches
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire, Scheduler
@@ -43,6 +46,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 START_US: Final = START_MS * MS
 TRANSIT_US: Final = 300  # of a batch to its worker, and of the news that it settled
 PAUSE_US: Final = 40_000_000  # after the last arrival, in which all must be served
+DIGESTS: Final = Path(__file__).with_suffix(".sha256")
+COMPARED_S: Final = 2.1  # with changes of settings, and with a batcher that takes over
 
 Fields = dict[str, Any]
 Traffic = Callable[[random.Random], Iterator[tuple[int, Fields]]]  # times in us from the start, and entries
@@ -291,6 +296,21 @@ class Recorded(Batcher):
 
     def play(self) -> list[str]:
         """Let all of the scenario happen. Returns the lines."""
+        end_us = self._begin()
+        while self._step(end_us):
+            self.turn()
+        assert not self.scheduler.queue.count and not self.scheduler.in_flight.batches
+        return self.lines
+
+    def play_first(self, seconds: float) -> list[str]:
+        """Let the first part of the scenario happen. Returns the lines."""
+        self._begin()
+        while self._step(int(seconds * 1e6)):
+            self.turn()
+        return self.lines
+
+    def _begin(self) -> int:
+        """Plan what happens. Returns when all is over, from the start."""
         scenario = self._scenario
         for at_us, fields in scenario.traffic(self._choice):
             flat = as_flat(fields)
@@ -301,11 +321,7 @@ class Recorded(Batcher):
             self._at(at_ms * MS, lambda number=number: self._resize(number))  # type: ignore[misc]
         for at_ms in scenario.takeovers:
             self._at(at_ms * MS, self.take_over)
-        end_us = max(at_us for at_us, *_ in self._events) + PAUSE_US
-        while self._step(end_us):
-            self.turn()
-        assert not self.scheduler.queue.count and not self.scheduler.in_flight.batches
-        return self.lines
+        return max(at_us for at_us, *_ in self._events) + PAUSE_US
 
     def _at(self, at_us: int, act: Callable[[], None]) -> None:
         """At this time from the start."""
@@ -358,12 +374,16 @@ class Recorded(Batcher):
             if run.sequence is not None and self._choice.random() < 0.04
         ]
 
+        size = sum(len(run) for run in dispatch.runs)
+        event = BatchSettled(
+            batch_id, "", size, compute_us if executed else 0, settled_us, executed, waited_us,
+            broken=broken, of_producers=failing,
+        )  # fmt: skip
+
         def settle() -> None:
             if batch_id in self.in_flight and batch_id in self.scheduler.in_flight.batches:
                 del self.in_flight[batch_id]
-                self.scheduler.in_flight.settle(
-                    batch_id, compute_us if executed else 0, settled_us, executed, waited_us, broken, failing
-                )
+                self.scheduler.in_flight.settle(event)
 
         self._at(settled_us - START_US + TRANSIT_US, settle)
 
@@ -418,7 +438,7 @@ class Noting(Scheduler):
     def carry_out_withdrawals(self, now_us: int) -> Any:
         withdrawn = super().carry_out_withdrawals(now_us)
         self._all(withdrawn.refusals)
-        for batch_id, first, run in withdrawn.cancelled:
+        for batch_id, first, run in sorted(withdrawn.cancelled, key=lambda one: one.batch_id):  # of a set
             self._note(f"cancel {batch_id} {first} {_names(run)}")
         return withdrawn
 
@@ -458,6 +478,18 @@ def write(folder: Path, names: Iterable[str], seed: int) -> None:
         lines = Recorded(SCENARIOS[name], seed).play()
         folder.joinpath(_file(name)).write_text("\n".join(lines) + "\n")
         print(f"{name}: {len(lines):,} lines", file=sys.stderr, flush=True)
+
+
+def digest_of(name: str) -> str:
+    """A digest of what is decided in the first part of a scenario."""
+    lines = Recorded(SCENARIOS[name], seed=1).play_first(COMPARED_S)
+    return sha256("\n".join(lines).encode()).hexdigest()
+
+
+def recorded_digests() -> dict[str, str]:
+    """The digests that were recorded last, by scenario."""
+    pairs = [line.split(" ", 1) for line in DIGESTS.read_text().splitlines()]
+    return {name: digest for digest, name in pairs}
 
 
 def _file(name: str) -> str:
@@ -507,7 +539,11 @@ def main() -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--against", metavar="REVISION", help="compare with what that decides")
     where.add_argument("--write", type=Path, metavar="FOLDER")
+    where.add_argument("--renew", action="store_true", help="record what this checkout decides")
     options = parser.parse_args()
+    if options.renew:
+        DIGESTS.write_text("".join(f"{digest_of(name)} {name}\n" for name in SCENARIOS))
+        return 0
     names = options.names or list(SCENARIOS)
     if options.write is not None:
         write(options.write, names, options.seed)

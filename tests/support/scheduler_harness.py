@@ -9,6 +9,7 @@ from typing import Any
 from carpool.messages.requests import Entry, Run, Withdrawal
 from carpool.messages.results import Refusal
 from carpool.messages.sequences import SequenceChange, SlotFreed
+from carpool.messages.settled import BatchSettled
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Rows
 from carpool_batcher.core.capacity import Capacity
@@ -66,7 +67,7 @@ class SchedulerHarness:
 
     def settle(self, batch: int, at: float = 0) -> None:
         """Settle a batch of which no request was executed, so that no execution time is learned."""
-        self.scheduler.in_flight.settle(str(batch), 0, int(at * MS))
+        settle(self.scheduler, str(batch), 0, int(at * MS))
 
     def wake_at_ms(self) -> float | None:
         wake_us = self.scheduler.wake_at_us()
@@ -87,7 +88,7 @@ class SchedulerHarness:
             self.scheduler.in_flight.adopt(
                 f"earlier {number}", dispatch, dispatched_us=settled_us - execution_us
             )
-            self.scheduler.in_flight.settle(f"earlier {number}", execution_us, settled_us)
+            settle(self.scheduler, f"earlier {number}", execution_us, settled_us)
         return self
 
 
@@ -98,18 +99,32 @@ class LearningCapacity(Capacity):
         self.learned = Learned()
         super().__init__(self.learned, processes)
 
-    def settle(
-        self,
-        batch_id: str,
-        execution_us: int,
-        settled_us: int,
-        executed: int | None = None,
-        waited_us: int = 0,
-    ) -> None:
+    def settle(self, batch_id: str, execution_us: int, settled_us: int, **others: Any) -> None:
         batch = self.in_flight.get(batch_id)
         if batch is not None:
-            self.learned.observe(batch, execution_us, settled_us, executed, waited_us)
+            self.learned.observe(batch, settled(batch_id, batch.size, execution_us, settled_us, **others))
             self.end(batch_id, settled_us)
+
+
+def settle(scheduler: Scheduler, batch_id: str, execution_us: int, settled_us: int, **others: Any) -> None:
+    """A batch is committed, whether it is in flight or not. `others`: as of `settled`."""
+    batch = scheduler.in_flight.batches.get(batch_id)
+    size = 0 if batch is None else batch.size
+    scheduler.in_flight.settle(settled(batch_id, size, execution_us, settled_us, **others))
+
+
+def settled(
+    batch_id: str,
+    size: int,
+    execution_us: int,
+    settled_us: int,
+    *,
+    executed: int | None = None,
+    **others: Any,
+) -> BatchSettled:
+    """What a worker tells of a batch of which `executed` requests (None: all) were executed together."""
+    number = size if executed is None else executed
+    return BatchSettled(batch_id, "w/0", size, execution_us, settled_us, number, **others)
 
 
 def run(

@@ -12,6 +12,7 @@ from carpool.messages.results import Refusal
 from carpool.messages.sequences import KeptSequence, SequenceChange, SequenceOutcome, SlotFreed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler
+from support.scheduler_harness import settle
 
 MS = 1000
 
@@ -238,7 +239,7 @@ class SequenceHarness:
                 before = () if part.starts or stored is None else stored.served
                 self.ok[self.name_of(run)] = (*before, name)
                 self.store.change(SequenceChange(part, name, outcome), now_us)
-        self.scheduler.in_flight.settle(batch_id, 0, now_us, broken=broken)
+        settle(self.scheduler, batch_id, 0, now_us, broken=broken)
 
     def _has_state(self, part: SequencePart) -> bool:
         stored = self.store.kept.get(part.sequence_id)

@@ -34,7 +34,7 @@ class CapacityHarness:
     def settle(self, number: int, at: float, execution: float | None = 10, waited: float = 0) -> None:
         execution_us = 0 if execution is None else int(execution * MS)
         waited_us = int(waited * MS)
-        self.capacity.settle(str(number), execution_us, int(at * MS), None, waited_us)
+        self.capacity.settle(str(number), execution_us, int(at * MS), waited_us=waited_us)
 
     def free_at(self, now: float = 0) -> float | None:
         free_at_us = self.capacity.free_at_us(int(now * MS))

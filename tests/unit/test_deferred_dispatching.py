@@ -12,7 +12,7 @@ from carpool_batcher.core.dispatching import LANES_UPDATED_MAX, Dispatcher
 from carpool_batcher.core.policies.deferred import ArrivalRate
 from carpool_batcher.core.scheduler import Dispatch
 from carpool_batcher.core.waiting.lane import Lane
-from support.scheduler_harness import MS, SchedulerHarness, names_of
+from support.scheduler_harness import MS, SchedulerHarness, names_of, settle
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_after_a_batch_that_was_put_off_the_next_one_may_be_early() -> None:
     assert harness.poll(13) == ["DEADLINE_EXCEEDED: a"]
     harness.offer("d", at=13, expiration=100)
     assert harness.poll(13) == ["full: b c d"]
-    harness.scheduler.in_flight.settle("1", 13 * MS, 15 * MS)
+    settle(harness.scheduler, "1", 13 * MS, 15 * MS)
     harness.offer("e f g", at=15, expiration=1000)
     assert harness.poll(16) == []
     executed_ms = 15 + 13  # until then, and with the round trip
@@ -282,7 +282,7 @@ def test_trials_teach_the_latency_of_a_lane_that_seems_too_slow() -> None:
         assert harness.poll(40 * number) == [f"DEADLINE_EXCEEDED: c{number}"]
         harness.scheduler.model_processes = 1
         # ... and the next one only after a pause
-        harness.scheduler.in_flight.settle(str(number + 1), 5 * MS, (40 * number + 5) * MS)
+        settle(harness.scheduler, str(number + 1), 5 * MS, (40 * number + 5) * MS)
         if number < 3:
             harness.offer(f"d{number}", at=40 * number + 29, expiration=20, lane="fast")
             assert harness.poll(40 * number + 29) == [f"DEADLINE_EXCEEDED: d{number}"]
@@ -311,7 +311,7 @@ def test_two_trials_show_that_ways_are_short_again() -> None:
     for number, at in enumerate((100, 220), start=1):
         harness.offer(f"trial{number}", at=at, expiration=20)
         assert harness.poll(at) == [f"deadline: trial{number}"]
-        harness.scheduler.in_flight.settle(str(number), 11 * MS, (at + 12) * MS)  # its round trip took 1 ms
+        settle(harness.scheduler, str(number), 11 * MS, (at + 12) * MS)  # its round trip took 1 ms
     harness.offer("b", at=233, expiration=20)
     assert harness.poll(239) == []
     assert harness.poll(240) == ["deadline: b"]

@@ -16,7 +16,7 @@ from carpool_batcher.core.learned.executed_share import BATCHES_MAX
 from carpool_batcher.core.policies.deferred import ArrivalRate
 from carpool_batcher.core.waiting.fairness import RunPart
 from carpool_batcher.core.waiting.lane import Lane
-from support.scheduler_harness import MS, SchedulerHarness
+from support.scheduler_harness import MS, SchedulerHarness, settle
 
 FLOOD: Producer = ("", "flood")
 NONE_EXECUTED = [ExecutedOf(FLOOD, 10, 0)]
@@ -80,7 +80,7 @@ def flooded_harness(**settings: Any) -> SchedulerHarness:
     for number in range(BATCHES_UNTIL_DOUBTFUL):
         harness.offer(f"f{number}", reply_to="flood")
         harness.poll()
-        harness.scheduler.in_flight.settle(str(number + 1), 0, 0, 0, 0, (), [ExecutedOf(FLOOD, 1, 0)])
+        settle(harness.scheduler, str(number + 1), 0, 0, executed=0, of_producers=[ExecutedOf(FLOOD, 1, 0)])
     return harness
 
 
@@ -132,7 +132,7 @@ def test_requests_of_a_producer_that_was_doubtful_are_planned_for_again() -> Non
     harness = flooded_harness(max_batch_size=100, policy="deferred")
     harness.offer("f1 f2", reply_to="flood")
     harness.poll()
-    harness.scheduler.in_flight.settle(str(1 + BATCHES_UNTIL_DOUBTFUL), 12 * MS, 12 * MS, 2)
+    settle(harness.scheduler, str(1 + BATCHES_UNTIL_DOUBTFUL), 12 * MS, 12 * MS, executed=2)
     harness.offer("f3 f4", at=12, reply_to="flood")
     harness.poll(12)
     (batch,) = harness.scheduler.in_flight.batches.values()
@@ -147,7 +147,7 @@ def test_what_a_batch_shows_of_its_other_requests_is_kept_apart_from_doubtful_on
         harness.poll()
         batch = str(1 + BATCHES_UNTIL_DOUBTFUL + number)
         told = [ExecutedOf(FLOOD, 1 + number % 30, 0)]
-        harness.scheduler.in_flight.settle(batch, 12 * MS, 0, 2, 0, (), told)
+        settle(harness.scheduler, batch, 12 * MS, 0, executed=2, of_producers=told)
     assert harness.scheduler.learned.times_of("") is harness.scheduler.learned.latency  # no share is known
 
 
@@ -164,7 +164,7 @@ def test_a_batch_that_settled_before_teaches_nothing_again() -> None:
     harness.offer("f", reply_to="flood")
     harness.poll()
     for _ in range(BATCHES_UNTIL_DOUBTFUL):
-        harness.scheduler.in_flight.settle("1", 0, 0, 0, 0, (), NONE_EXECUTED)
+        settle(harness.scheduler, "1", 0, 0, executed=0, of_producers=NONE_EXECUTED)
     harness.offer("g", reply_to="flood")
     harness.poll()
     (batch,) = harness.scheduler.in_flight.batches.values()

@@ -42,7 +42,7 @@ def test_it_is_forgotten_once_all_is_executed_again() -> None:
 def settled(capacity: LearningCapacity, lane: str, size: int, executed: int, number: int) -> None:
     """A batch was executed in 2 ms + 1 ms * executed."""
     capacity.adopt(f"{lane}{number}", InFlightBatch(0, size, lane, {}))
-    capacity.settle(f"{lane}{number}", (2 + executed) * MS, (3 + executed) * MS, executed)
+    capacity.settle(f"{lane}{number}", (2 + executed) * MS, (3 + executed) * MS, executed=executed)
 
 
 def test_batches_of_a_lane_are_expected_to_take_as_long_as_their_executed_requests() -> None:

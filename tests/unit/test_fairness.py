@@ -22,7 +22,7 @@ from carpool_batcher.core.waiting.batch_space import BatchSpace, bytes_of
 from carpool_batcher.core.waiting.fairness import FairQueue
 from carpool_batcher.core.waiting.lane import Lane
 from carpool_batcher.core.waiting.lane_index import Gate
-from support.scheduler_harness import SchedulerHarness
+from support.scheduler_harness import SchedulerHarness, settle
 
 
 def run(names: str, tenant: str, cost: int = 1) -> Run:
@@ -362,7 +362,7 @@ def test_full_batches_overtake_a_lane_that_comes_first_only_once_for_each_proces
     for at in range(14, 14 * 20, 14):
         batch_id, batch = next(iter(harness.scheduler.in_flight.batches.items()))
         waited_us = max(0, at * 1000 - batch.dispatched_us - 14_000)
-        harness.scheduler.in_flight.settle(batch_id, 14_000, at * 1000, waited_us=waited_us)
+        settle(harness.scheduler, batch_id, 14_000, at * 1000, waited_us=waited_us)
         for later in (0, 5, 10, 13.9):
             done += harness.poll(at + later)
         if "v" in done[-1] or "idle: v" in done:
@@ -418,7 +418,7 @@ def lines_of_events(waiting: int, tenants: int, lanes: int, policy: str, *, is_l
             offer(number)
             harness.poll(1 + number / 1000)
             for batch_id in list(harness.scheduler.in_flight.batches):
-                harness.scheduler.in_flight.settle(batch_id, 5000, 6000)
+                settle(harness.scheduler, batch_id, 5000, 6000)
             harness.scheduler.wake_at_us()
             harness.scheduler.oldest_arrival_us()
 

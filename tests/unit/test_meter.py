@@ -19,6 +19,7 @@ from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from carpool_batcher.meter import BatcherMetrics, Meter, gauges
 from carpool_batcher.recent_latency import WINDOW_US, RecentLatency
+from support.scheduler_harness import settle
 
 SECOND_US = 1_000_000
 
@@ -174,9 +175,9 @@ def test_report_holds_gauges_and_the_learned_latency() -> None:
     assert gauges(scheduler, 3 * SECOND_US) == Gauges(2, scheduler.queue.bytes, 2.0, 2, 12, 3, 7)
 
     assert scheduler.in_flight.batches["1-1"].arrivals == [(0, 4)]
-    scheduler.in_flight.settle("1-1", 8_000, 9_000)
+    settle(scheduler, "1-1", 8_000, 9_000)
     meter = Meter(BatcherMetrics(), "square")
     assert meter.report("me", scheduler, 0).learned == ((4, 8_000),)
     scheduler.in_flight.adopt("1-3", Dispatch([run(8)], "idle", ""), 0)
-    scheduler.in_flight.settle("1-3", 12_000, 13_000)
+    settle(scheduler, "1-3", 12_000, 13_000)
     assert meter.report("me", scheduler, 0).learned == ((4, 8_000), (8, 12_000))

@@ -97,7 +97,7 @@ class Batches:
     def settle(self, batch_id: str, at: int, compute: int, worker: str = "w/0") -> Mapping[Cause, int]:
         batch = self.capacity.in_flight[batch_id]
         event = BatchSettled(batch_id, worker, batch.size, compute * MS, at * MS, batch.size)
-        causes = self.missed.settled(event, batch, at * MS)
+        causes = self.missed.settled(event, batch)
         self.capacity.settle(batch_id, compute * MS, at * MS)
         return causes
 

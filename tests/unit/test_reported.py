@@ -7,8 +7,7 @@ from statistics import median
 import pytest
 
 from carpool.wire.report import BatcherReport, Gauges
-from carpool_cli.tuning.reported import has_transit, with_transit
-from carpool_cli.tuning.simulator import World
+from carpool_cli.tuning.simulator import World, has_transit, with_transit
 
 
 def report(transit_us: tuple[int, int], delays_us: tuple[int, int] = (0, 0)) -> BatcherReport:

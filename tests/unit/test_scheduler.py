@@ -5,7 +5,7 @@ from __future__ import annotations
 from carpool.messages.requests import SequencePart
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Dispatch
-from support.scheduler_harness import MS, SchedulerHarness, run
+from support.scheduler_harness import MS, SchedulerHarness, run, settle
 
 
 def test_cancelled_dispatch_takes_no_capacity() -> None:
@@ -50,7 +50,7 @@ def test_batch_of_a_sequence_of_a_model_that_was_replaced_is_like_any_other() ->
     dispatch = Dispatch([run("a", sequence=sequence)], "idle", "", process="gone")
     harness.scheduler.in_flight.adopt("found", dispatch, dispatched_us=0)
     harness.offer("b")
-    harness.scheduler.in_flight.settle("found", 5 * MS, 10 * MS)
+    settle(harness.scheduler, "found", 5 * MS, 10 * MS)
     assert harness.poll(10) == ["idle: b"]
 
 

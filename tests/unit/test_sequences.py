@@ -23,6 +23,7 @@ from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.core.sequences import takeover
 from carpool_batcher.core.sequences.sequence import place_of
 from carpool_batcher.core.sequences.takeover import End
+from support.scheduler_harness import settle
 from support.sequence_harness import SequenceHarness
 
 # --- order -------------------------------------------------------------------------------------------------
@@ -383,7 +384,8 @@ def test_who_expires_is_told_what_it_waited_for(expiring: dict[str, Any], awaite
     harness.poll()
     harness.poll(10)
     assert harness.details == {
-        "x": "expired: still waiting 10 ms after its arrival" + (f", for {awaited}" if awaited else "")
+        "x": "expired: still waiting 10 ms after its arrival"
+        + (f", for {awaited}" if awaited else "; no worker serves its model now")
     }
 
 
@@ -587,7 +589,7 @@ def test_another_batcher_forgets_a_sequence_whose_state_was_lost() -> None:
     harness.take_over()
     assert run.sequence is not None
     harness.store.change(SequenceChange(run.sequence, "a1", "broken", "there is no state"), 0)
-    harness.scheduler.in_flight.settle(harness.in_flight.popitem()[0], 0, 0, broken=["a"])
+    settle(harness.scheduler, harness.in_flight.popitem()[0], 0, 0, broken=["a"])
     harness.poll()
     harness.poll(200)
     assert harness.store.kept == {}
@@ -635,7 +637,7 @@ def test_a_result_that_was_kept_before_the_batcher_took_over_is_counted_once() -
     harness.in_flight[batch_id] = runs
     harness.take_over()
     del harness.in_flight[batch_id]
-    harness.scheduler.in_flight.settle(batch_id, 0, 0)
+    settle(harness.scheduler, batch_id, 0, 0)
     harness.send("a2", index=2)
     assert harness.run() == [["a2"]]
 
@@ -655,7 +657,7 @@ def test_a_request_after_one_that_was_kept_before_the_batcher_took_over_has_its_
     harness.send("a3", index=3)
     assert harness.poll() == []
     del harness.in_flight[batch_id]
-    harness.scheduler.in_flight.settle(batch_id, 0, 0)
+    settle(harness.scheduler, batch_id, 0, 0)
     assert harness.run() == [["a2"], ["a3"]]
     assert harness.answers == {}
 

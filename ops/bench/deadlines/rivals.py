@@ -9,6 +9,7 @@ from collections import deque
 
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
+from carpool.messages.settled import BatchSettled
 from carpool_batcher.core.scheduler import Decision, Dispatch, DispatchReason
 
 
@@ -45,9 +46,7 @@ class CountOrTimeout:
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """Nothing to do: this policy does not track batches in flight."""
 
-    def settle(
-        self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int
-    ) -> None:
+    def settle(self, event: BatchSettled) -> None:
         """Nothing to do."""
 
 
@@ -87,12 +86,10 @@ class Aimd:
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """Nothing to do: `poll` has counted the batch."""
 
-    def settle(
-        self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int
-    ) -> None:
+    def settle(self, event: BatchSettled) -> None:
         """Adapt the size."""
         self._idle_workers += 1
-        if compute_us <= self._objective_us:
+        if event.compute_us <= self._objective_us:
             self._size = min(self._max_size, self._size + 1)
         else:
             self._size = max(1.0, 0.9 * self._size)

@@ -18,8 +18,7 @@ from carpool.wire.report import BatcherReport
 from carpool_batcher.core.learned.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import recorded
-from carpool_cli.tuning.reported import with_transit
-from carpool_cli.tuning.simulator import Simulation, World
+from carpool_cli.tuning.simulator import Simulation, World, with_transit
 from deadlines.bounds import bound
 from deadlines.load import CAUSES, Sent
 from deadlines.plans import LEARNING_S, Plan

@@ -94,13 +94,13 @@ class MissedDeadlines:
             if number:
                 self._expired.setdefault(batch_id, []).append((run, number))
 
-    def settled(self, event: BatchSettled, batch: InFlightBatch, settled_us: int) -> Mapping[Cause, int]:
+    def settled(self, event: BatchSettled, batch: InFlightBatch) -> Mapping[Cause, int]:
         """Count by cause the requests of a settled batch that missed their deadlines.
 
         It must be known what was expected of the batch: this comes before its times are learned. What
         delivery takes is not known; it counts as the median of what it took to this batcher.
         """
-        before_us = self._settled_us.get(event.worker, 0)
+        settled_us, before_us = event.settled_us, self._settled_us.get(event.worker, 0)
         self._settled_us[event.worker] = settled_us
         expired = self._expired.pop(event.batch_id, None)
         if not batch.expiring and expired is None:

@@ -6,7 +6,6 @@ simulator  virtual time: the production scheduler between simulated producers an
 arrivals   when requests arrive: at random, in bursts, or as recorded
 curve      l(n) as measured, with straight lines between
 live       what the simulator needs to know of a live model
-reported   transit and delays, as a batcher reports them
 observed   which batch sizes were observed
 calibrate  measures a live model, with bursts of requests
 search     the best settings within a latency

@@ -27,8 +27,14 @@ from carpool_cli.tuning.calibrate import ROUND_TRIP_DEFAULT, measured
 from carpool_cli.tuning.curve import line_through
 from carpool_cli.tuning.live import UnavailableModelError, connected, read_live_model, record, run_command
 from carpool_cli.tuning.observed import GUESSED_SHARE_MIN, ObservedSizes, observed_sizes
-from carpool_cli.tuning.reported import has_transit, with_transit
-from carpool_cli.tuning.simulator import Simulation, SimulationResult, World, normal
+from carpool_cli.tuning.simulator import (
+    Simulation,
+    SimulationResult,
+    World,
+    has_transit,
+    normal,
+    with_transit,
+)
 
 INTERCEPT_MS, SLOPE_MS = 5.0, 0.05  # without --model
 ROUND_TRIP_MS, ROUND_TRIP_SLOPE_MS = (
@@ -244,7 +250,7 @@ def _subject(settings: SimulateSettings) -> _Subject:
         normal(settings.trip_noise),
         curve=curve,
     )
-    if report is None or not has_transit(report) or settings.has_trip:
+    if settings.has_trip or not has_transit(report):
         return _Subject(model, world, observed, None)
     return _Subject(model, with_transit(world, report), observed, report)
 

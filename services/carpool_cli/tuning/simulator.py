@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from statistics import NormalDist
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeGuard
 
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages.requests import JSON, Entry, Run
 from carpool.messages.results import Refusal
+from carpool.messages.settled import BatchSettled
 from carpool.rows import Bodies
+from carpool.wire.report import BatcherReport
 from carpool_batcher.core.learned.curve import Curve
 from carpool_batcher.core.scheduler import Decision, Dispatch, Expire
 from carpool_cli.tuning.arrivals import Arrival
@@ -90,6 +92,28 @@ def lognormal(nine_of_ten: float) -> Sequence[float]:
     return tuple(map(math.exp, NormalDist(0.0, sigma).quantiles(SPREAD_FACTORS)))
 
 
+def has_transit(report: BatcherReport | None) -> TypeGuard[BatcherReport]:
+    """Whether batches have settled since this batcher took over, so that it knows the transit."""
+    return report is not None and report.transit_us[0] > 0
+
+
+def with_transit(world: World, report: BatcherReport) -> World:
+    """This world with the transit and delays that a batcher reports, whatever the size of a batch.
+
+    Transit has a lognormal distribution through what half and nine of ten batches took.
+    """
+    usual_us, at_most_us = report.transit_us
+    in_us, late_us = report.delays_us
+    return world._replace(
+        out_us=usual_us // 2,
+        back_us=usual_us - usual_us // 2,
+        round_trip_slope_us=0.0,
+        round_trip_spread=lognormal(at_most_us / max(1, usual_us)),
+        in_us=in_us,
+        late_us=late_us,
+    )
+
+
 @dataclass(slots=True)
 class SimulationResult:
     """How the requests of a trace ended. Each request counts once: as good, late or refused."""
@@ -144,9 +168,7 @@ class BatchesInFlightProtocol(Protocol):
     """What a simulation tells of batches: see `carpool_batcher.core.in_flight`."""
 
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None: ...
-    def settle(
-        self, batch_id: str, compute_us: int, now_us: int, executed: int | None, waited_us: int
-    ) -> None: ...
+    def settle(self, event: BatchSettled) -> None: ...
 
 
 class SchedulerProtocol(Protocol):
@@ -333,7 +355,10 @@ class Simulation:
     def _settle(self, at_us: int, batch: SimulatedBatch) -> None:
         """The batcher learns of the commit, and producers get their results."""
         answered, ordered = self._answered, self._ordered
-        self._scheduler.in_flight.settle(batch.batch_id, batch.compute_us, at_us, None, batch.waited_us)
+        size = len(batch.runs)
+        self._scheduler.in_flight.settle(
+            BatchSettled(batch.batch_id, "", size, batch.compute_us, at_us, size, batch.waited_us)
+        )
         for run in batch.runs:
             if answered and run in answered:
                 answered.discard(run)

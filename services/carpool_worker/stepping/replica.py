@@ -211,12 +211,11 @@ class StepReplica(ReplicaLoop[Execution]):
             request.result = execution.results[0]
             self._alone = None if self._alone is request else self._alone
             return
-        run, batch = request.run, execution.batch
         admit = Admit(
             request.key,
             body.layouts,
-            (run.correlation_ids[0], batch.lane, run.extra or {}),
-            batch.cost,
+            self._codec.request_fields(execution, 0, self._store.clock.wall_ahead_us),
+            execution.batch.cost,
             request.is_streamed,
             request.previous_chunks,
             steps_alone,
@@ -256,9 +255,9 @@ class StepReplica(ReplicaLoop[Execution]):
         self._steps += 1
         if step.has_stepped:
             self._metrics.stepped(step.step_us)
-        self._follow_failures(step)
+        self._observe_failures(step)
 
-    def _follow_failures(self, step: Step) -> None:
+    def _observe_failures(self, step: Step) -> None:
         """Retire the process if nothing that it steps succeeds, not even the example."""
         now_s = time.monotonic()
         for advance in step.advances:

@@ -3,7 +3,7 @@
 An ID is MODEL/CORRELATION_ID. All that is known of such a request is in Redis (`carpool.store.kept`). So no
 process that had to do with it has to live any more. Nothing is withdrawn when a call is cancelled.
 
-Why: docs/decisions/0104.
+Why: docs/decisions/0101.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
@@ -40,6 +41,7 @@ from carpool.tls_files import check_tls_files
 T = TypeVar("T")
 
 _LOADED_PAUSE_S: Final = 0.1
+SERVED_S: Final = 1.0  # for which it holds that a worker serves a model
 _FORKED: Final = "this process was forked from the one that sent the request"
 
 
@@ -141,6 +143,10 @@ class Producer:
         if model not in self.channels:
             await self._in_time(self._models.batch_size(model, self.timeout_s), self.timeout_s)
 
+    async def check_served(self, model: str, timeout_s: float | None) -> None:
+        """Raise UnavailableError unless a worker serves a model now."""
+        await self._in_time(self._models.check_served(model), timeout_s)
+
     async def open_channel(self, model: str, timeout_s: float | None) -> Channel:
         """Look up a model, and read its results from now on. A model that a worker is loading is waited for.
         Raises CarpoolErrors: NotFoundError if there is no such model."""
@@ -209,6 +215,26 @@ class Producer:
             raise transport.connection_error or UnavailableError(
                 f"Redis did not reply to {command[0]!s} within {self.timeout_s:g} s"
             ) from None
+
+
+class ServedChannels:
+    """The channels of models that a worker served a moment ago. Of others `get` returns None, so that it is
+    looked whether one does."""
+
+    def __init__(self, channels: Mapping[str, Channel]) -> None:
+        self._channels = channels
+        self._until_s: dict[str, float] = {}
+
+    def get(self, model: str) -> Channel | None:
+        """The channel of a model, if it was served within SERVED_S."""
+        return self._channels.get(model) if self._until_s.get(model, 0.0) > time.monotonic() else None
+
+    def __getitem__(self, model: str) -> Channel:
+        return self._channels[model]
+
+    def confirm(self, model: str) -> None:
+        """A worker serves it now."""
+        self._until_s[model] = time.monotonic() + SERVED_S
 
 
 _CONNECTED: Final[WeakSet[Producer]] = WeakSet()

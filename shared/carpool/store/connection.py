@@ -97,7 +97,7 @@ def _keepalive(scheme: str) -> dict[str, Any]:
     return {"socket_keepalive": True, "socket_keepalive_options": options}
 
 
-_NOT_FOR_PRODUCERS: Final = "redis.call('TIME')\n"
+_NOT_FOR_PRODUCERS: Final = "redis.call('ECHO', '')\n"
 
 
 def lua_source(file: str) -> str:

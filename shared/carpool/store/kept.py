@@ -5,7 +5,7 @@ has the record of the request, a request of this name is not added again. The st
 request is added until its result expires. So a program that does not know whether its request was accepted,
 because a process died, sends it again and gets the one result; and so does any other that knows the name.
 
-Why: docs/decisions/0092, docs/decisions/0104.
+Why: docs/decisions/0092, docs/decisions/0101.
 """
 
 from __future__ import annotations

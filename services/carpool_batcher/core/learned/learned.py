@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from carpool.messages.settled import ExecutedOf
+from carpool.messages.settled import BatchSettled
 from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers
 from carpool_batcher.core.learned.executed_share import ExecutionTimes
 from carpool_batcher.core.learned.lane_latency import LaneLatencies
 from carpool_batcher.core.learned.latency import LatencyModel
+from carpool_batcher.core.learned.request_costs import RequestCosts
 from carpool_batcher.core.learned.transit import Transit, TransitBySize
 
 
@@ -17,44 +16,35 @@ class Learned:
     """How long batches take to execute and to deliver, and which producers send what is not executed.
 
     `batches`: from how many it was learned; what was forecast before may differ. `producers`: see
-    `learned.doubtful_producers`.
+    `learned.doubtful_producers`. `costs`: see `learned.request_costs`.
     """
 
     def __init__(self) -> None:
         self.batches = 0
         self.producers = DoubtfulProducers()
+        self.costs = RequestCosts()
         self._lanes = LaneLatencies()
         self._transit = Transit()
 
     # --- learning ------------------------------------------------------------------------------------------
 
-    def observe(
-        self,
-        batch: InFlightBatch,
-        execution_us: int,
-        settled_us: int,
-        executed: int | None = None,
-        waited_us: int = 0,
-        of_producers: Sequence[ExecutedOf] = (),
-    ) -> None:
-        """A batch settled; `executed` of its requests (None: all) took `execution_us` together, after it had
-        waited `waited_us` for a model process. `of_producers`: those of whose requests not all were executed.
-
-        If either of the first two is 0 its execution was not a normal one: nothing is learned from it but the
-        turnaround, and who sent what was not executed.
-        """
+    def observe(self, batch: InFlightBatch, event: BatchSettled) -> None:
+        """A batch settled. If its execution was not a normal one, nothing is learned from it but the
+        turnaround, and who sent what was not executed."""
         self.batches += 1
-        if of_producers or self.producers:
+        executed, execution_us, settled_us = event.executed, event.occupied_us, event.settled_us
+        if event.of_producers or self.producers:
             # If the execution was not normal, it is unknown whether the others' requests would be executed.
-            self.producers.observe(() if executed == 0 else batch.producers, of_producers)
+            self.producers.observe(batch.producers if executed else (), event.of_producers)
         turnaround_us = settled_us - batch.dispatched_us
-        size = batch.size if executed is None else executed
-        is_normal = size > 0 and execution_us > 0
-        self._lanes.observe(batch.lane, size, turnaround_us, execution_us if is_normal else None, settled_us)
+        is_normal = executed > 0 and execution_us > 0
+        self._lanes.observe(
+            batch.lane, executed, turnaround_us, execution_us if is_normal else None, settled_us
+        )
         if is_normal:
             if batch.executable:
-                self._lanes.observe_share(batch.lane, batch.executable, min(size, batch.executable))
-            round_trip_us = turnaround_us - execution_us - waited_us
+                self._lanes.observe_share(batch.lane, batch.executable, min(executed, batch.executable))
+            round_trip_us = turnaround_us - execution_us - event.waited_us
             self._transit.observe_round_trip(batch.size, round_trip_us, batch.dispatched_us, settled_us)
 
     def observe_delivery(self, delivery_us: int) -> None:
