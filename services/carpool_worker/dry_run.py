@@ -25,7 +25,7 @@ from carpool_worker.model_process.executor import run_now
 from carpool_worker.model_process.frame_execution import execute_frame_async
 from carpool_worker.model_process.loaded import description_of, kind_of
 from carpool_worker.model_process.model import LoadedModel, SteppingModel
-from carpool_worker.model_process.raised import RaisedLog, whole_trace_of
+from carpool_worker.model_process.raised import whole_trace_of
 from carpool_worker.model_process.stepping.frames import Admit, Step
 from carpool_worker.model_process.stepping.stepper import Stepper
 from carpool_worker.stepping.execution import StepExecution
@@ -114,7 +114,7 @@ class DryRun:
                 executing = execute_frame_async(self._model, frame.header, given, sent, self._keep, calls)
                 header, payload = self._run(executing)
             else:
-                header, payload = execute_alone(self._model, frame.header, given, _Kept(self._keep))
+                header, payload = execute_alone(self._model, frame.header, given, self._keep)
             self.has_changed_inputs = self.has_changed_inputs or given != sent()
             self._codec.take_outcome(execution, frame, header, b"".join(payload))
             datatypes.add(header.layouts[0][1] if len(header.layouts) == 1 else "")
@@ -200,19 +200,6 @@ class DryRun:
 
     def _keep(self, error: BaseException, _concerned: Sequence[int] = ()) -> None:
         self.traces.setdefault(whole_trace_of(error))
-
-
-class _Kept(RaisedLog):
-    """Where the log has what a model raises: here it is kept."""
-
-    def __init__(self, keep: Callable[[BaseException], None]) -> None:
-        super().__init__(lambda _: None)
-        self._keep = keep
-
-    def observe(self, error: BaseException, concerned: Sequence[int]) -> None:
-        """See RaisedLog."""
-        if not isinstance(error, CarpoolError):
-            self._keep(error)
 
 
 class _Generated:

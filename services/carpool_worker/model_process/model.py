@@ -78,6 +78,7 @@ from carpool_worker.model_process.stepping.requests import GeneratorModel
 __all__ = [
     "BoundModel",
     "BoundSequence",
+    "Given",
     "LoadError",
     "LoadedModel",
     "RequestInfo",

@@ -154,10 +154,12 @@ class DecodingLoop:
 
 
 def execute_alone(
-    model: LoadedModel, frame: FrameHeader, payload: Buffer, raised: RaisedLog
+    model: LoadedModel, frame: FrameHeader, payload: Buffer, observe: Observe
 ) -> tuple[OutcomeHeader, list[Buffer]]:
-    """Execute a frame in this thread, without a pool. Raises Unhealthy."""
+    """Execute a frame in this thread, without a pool. `observe` is told what the model raises. Raises
+    Unhealthy."""
     assert model.beside is not None
+    raised = _Observing(observe)
     jobs = Inline(ThreadCaller(model.beside))
     frame, payload, states, decoding = begin(model, frame, payload, jobs)
     if decoding is None:
@@ -169,6 +171,18 @@ def execute_alone(
     if model.beside.encode is not None:
         executed = encoded(model, executed._replace(outcome=_kept(executed.outcome)), jobs, raised)
     return executed.message(model)
+
+
+class _Observing(RaisedLog):
+    """Tells what the model raises instead of making a log of it."""
+
+    def __init__(self, observe: Observe) -> None:
+        super().__init__(lambda _: None)
+        self._observe = observe
+
+    def observe(self, error: BaseException, concerned: Sequence[int]) -> None:
+        """See RaisedLog."""
+        self._observe(error, concerned)
 
 
 # --- the stages of a frame ---------------------------------------------------------------------------------
