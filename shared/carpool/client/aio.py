@@ -129,8 +129,8 @@ class AsyncClient:
         await self.close()
 
     async def connect(self) -> None:
-        """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached, or does
-        not answer for 5 seconds, and UnimplementedError if it cannot give the `durability`."""
+        """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached, or is
+        silent for 5 seconds, and UnimplementedError if it cannot give the `durability`."""
         await self._producer.connect()
 
     async def close(self) -> None:
