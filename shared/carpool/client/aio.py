@@ -208,7 +208,8 @@ class AsyncClient:
             raise
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> asyncio.Future[Any]:
-        """As `infer`, but return a future at once. Cancelling it withdraws the request.
+        """As `infer`, but return a future at once, which has the result or the error. Cancelling it withdraws
+        the request.
 
         The body is sent as it is now: what is done to an array or a dict afterwards changes nothing.
         """
@@ -340,13 +341,14 @@ class AsyncClient:
         return AsyncSequence(SequenceProgress(self._producer, model, sequence_id), send)
 
     async def models(self) -> list[str]:
-        """Names of the registered models."""
+        """Names of the registered models, also of those that no worker serves. Raises UnavailableError."""
         return await self._producer.models()
 
     async def wait_ready(self, model: str, timeout: float | None = None) -> None:
         """Wait until a worker can execute requests of a model, also if no worker has registered it yet.
 
-        Raises DeadlineExceededError after `timeout` seconds, and says what is missing; None: never.
+        Raises DeadlineExceededError after `timeout` seconds, and says what is missing; by default it waits
+        without limit.
         """
         await self._producer.wait_ready(model, checked_timeout_s(timeout))
 
