@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple, Self
 import httpx
 import pytest
 
-from carpool import AsyncClient
+from carpool import AsyncClient, errors
+from carpool.errors import HTTP_STATUS
 from carpool.keys import Keys
 from conftest import SERVERS
 from integration.test_first_model import Reader, blocks, commands
@@ -136,6 +137,7 @@ def web(
     served: Served = request.param
     with WebServer(served, tmp_path_factory.mktemp(served.page) / "app", stack.url) as server:
         yield served.page, server
+    assert "Traceback" not in server.log and "Warning" not in server.log
 
 
 def test_commands_of_the_page_print_what_it_says(web: tuple[str, WebServer]) -> None:
@@ -149,6 +151,12 @@ def test_commands_of_the_page_print_what_it_says(web: tuple[str, WebServer]) -> 
                 assert answer.text.splitlines() == command.printed
                 entered += 1
     assert entered
+
+
+def test_table_of_errors_is_that_of_the_code() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", (DOCS / "fastapi.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 6
+    assert all(HTTP_STATUS[getattr(errors, name).status] == int(code) for name, code in rows)
 
 
 def test_errors_are_statuses_of_http(web: tuple[str, WebServer]) -> None:
@@ -205,7 +213,6 @@ async def test_request_whose_client_has_gone_is_withdrawn(
         await busy
     stack.wait_until_idle("Hold")
     assert log.read_text().split() == ["first", "second"]
-    assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("web", [FLASK], ids=["flask"], indirect=True)

@@ -72,7 +72,7 @@ COMMON: Final[Mapping[str, str]] = {
     "correlation_id": "That of the request, which no other one in flight has: text of 1 to 128 characters.",
     "lane": "The lane that the producer named; empty if it named none.",
     "content_type": "That of the body, such as `application/json`.",
-    "sequence_id": "The sequence to which the request belongs; None if to none.",
+    "sequence_id": "The name of the sequence.",
     "sequence_start": "Whether it is the first request of its sequence.",
     "sequence_end": "Whether it is the last request of its sequence.",
     "slot": "The place of the sequence in its model process, from 0 to `max_batch_size` - 1.",
