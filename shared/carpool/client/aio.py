@@ -71,12 +71,16 @@ class AsyncClient:
         durability: str = "none",
     ) -> None:
         self._timeout_s = checked_timeout_s(timeout)
-        self._producer = Producer(url, prefix, self._timeout_s, durability)
+        self._producer = self._new_producer(url, prefix, durability)
         self._packer, self._channels = self._producer.packer, self._producer.channels
         self._encoder, self._reader = BodyEncoder(), ResultReader()
         self._values, self._replies = FutureSink(self._reader), ReplySink(self._reader)
         self._streams = StreamSink(self._reader)
         self._stream_lookups: set[asyncio.Task[None]] = set()
+
+    def _new_producer(self, url: str | None, prefix: str | None, durability: str) -> Producer:
+        """What sends its requests; a subclass may have another one."""
+        return Producer(url, prefix, self._timeout_s, durability)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -160,8 +160,15 @@ class _ThreadClient(AsyncClient):
 class _ClientThread:
     """An `AsyncClient` on a thread of its own, which starts with the first use."""
 
-    def __init__(self, url: str | None, prefix: str | None, timeout: float | None, durability: str) -> None:
-        self.client = _ThreadClient(url, prefix=prefix, timeout=timeout, durability=durability)
+    def __init__(
+        self,
+        url: str | None,
+        prefix: str | None,
+        timeout: float | None,
+        durability: str,
+        client: _ThreadClient | None = None,
+    ) -> None:
+        self.client = client or _ThreadClient(url, prefix=prefix, timeout=timeout, durability=durability)
         self._timeout_s = checked_timeout_s(timeout)
         self.thread = LoopThread(self._on_thread_end)
         self._submitted: deque[_Submission] = deque()  # not seen by the loop's thread
@@ -305,7 +312,9 @@ class Client:
         timeout: float | None = DEFAULT_TIMEOUT_S,
         durability: str = "none",
     ) -> None:
-        self._new_thread = partial(_ClientThread, url, prefix, timeout, durability)
+        self._new_thread: Callable[[], _ClientThread] = partial(
+            _ClientThread, url, prefix, timeout, durability
+        )
         self._threads = {os.getpid(): self._new_thread()}  # by process ID
         self._closed = False
 
