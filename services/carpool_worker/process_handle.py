@@ -101,6 +101,17 @@ class ProcessHandle:
         self._sent = self._received = 0
         self._unanswered: deque[tuple[FrameHeader, tuple[Buffer, ...]]] = deque()  # frames, oldest first
 
+    def new_like(self) -> ProcessHandle:
+        """A handle for another process of the same model on the same device. It is not started."""
+        return ProcessHandle(
+            self._location, self.device, self._load_s_max, processes=self._sharing, worker=self._worker
+        )
+
+    def exchange(self, other: ProcessHandle) -> None:
+        """Take the process of a handle that was made by `new_like`, which gets this one's. Neither has a
+        frame without an outcome."""
+        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+
     def start(self) -> Ready:
         """Start the process and load the model. Raises ModelLoadError."""
         self.spawn()

@@ -51,7 +51,8 @@ from carpool_worker.devices import threads_of
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.loading import LoadingNotice
 from carpool_worker.member import Member
-from carpool_worker.meter import WorkerMetrics
+from carpool_worker.memory import gpu_use, resident_bytes
+from carpool_worker.meter import MemoryGauges, WorkerMetrics
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.registrar import Registrar
@@ -110,6 +111,7 @@ class Worker:
         self._batch_log = BatchLog(keys.model, self._name)
         self._step_log = StepLog(keys.model, self._name, metrics, self._slots_in_use)
         metrics.watch_slots(self._slots_in_use, self._slots)
+        metrics.watch_memory([self._memory_of(process) for process in self._processes])
 
     def start(self, stop: threading.Event) -> None:
         """Load the model in every process, register it as soon as Redis answers, and take batches.
@@ -131,9 +133,10 @@ class Worker:
             self._new_replica(replica_name(self._name, index), process, ready)
             for index, process in enumerate(self._processes)
         ]
-        last_success = LastSuccess()
+        last_success, turn = LastSuccess(), threading.Lock()
         for replica in self._replicas:
             replica.retirement.last_success = last_success
+            replica.succession.turn = turn
         for name, setting in ready.misspelt.items():
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
@@ -283,6 +286,14 @@ class Worker:
                 )
 
         return report
+
+    @staticmethod
+    def _memory_of(process: ProcessHandle) -> MemoryGauges:
+        def on_gpus() -> int:
+            use = gpu_use(process.pid)
+            return 0 if use is None else use.used_bytes
+
+        return MemoryGauges(lambda: resident_bytes(process.pid) or 0, on_gpus)
 
     def _slots(self) -> int:
         return sum(replica.slots for replica in self._replicas)

@@ -1,0 +1,136 @@
+"""Model processes that are replaced because of their age: nothing fails, and others go on meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from carpool.client import Client
+from support.http import call
+from support.models.ageing import MIB
+from support.stack import Stack
+from support.waiting import wait_until
+
+REPLACED: Final = "model process replaced"
+OLD: Final = "model process has become old, another takes its place"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("ageing")) as started:
+        started.batcher()
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[Client]:
+    with Client(stack.url, timeout=60.0) as connected:
+        yield connected
+
+
+def test_no_request_fails_while_processes_are_replaced_many_times(stack: Stack, client: Client) -> None:
+    """Two replicas under load, each of which is replaced after 20 requests: one at a time."""
+    worker = stack.worker("ageing.py:Renewed", "--replicas", "2", "--http-port", "0")
+    pids: set[int] = set()
+    sent = itertools.count()
+    for pid in client.map("Renewed", sent, in_flight=16):  # any error ends this
+        pids.add(pid)
+        if len(pids) >= 8:
+            break
+    assert next(sent) >= 6 * 20
+    begun = [e for e in worker.events() if e["event"] in (REPLACED, OLD)]
+    kinds = [event["event"] == REPLACED for event in begun]
+    # Each begins after the one before has taken its place: never two at a time.
+    assert kinds[: 2 * (len(kinds) // 2)] == [False, True] * (len(kinds) // 2)
+    assert not worker.events("model process died")
+    assert {event["loads"] for event in begun if "loads" in event} == {"beside it"}
+    text = call(worker.status_url, "GET", "/metrics").body.decode()
+    assert 'carpool_model_processes_replaced_total{model="Renewed",reason="requests"}' in text
+    memory = [line for line in text.splitlines() if line.startswith("carpool_model_process_memory_bytes{")]
+    assert len(memory) == 2 and all(float(line.split()[-1]) > 10 * MIB for line in memory)
+
+
+def test_a_leaking_model_stays_under_its_limit(stack: Stack, client: Client) -> None:
+    """It keeps 1 MiB a request, and as many as it executes between two looks may be above."""
+    worker = stack.worker("ageing.py:Leaking")
+    seen: dict[int, int] = {}
+    for pid, resident_bytes in client.map("Leaking", itertools.count(), in_flight=1):
+        seen[pid] = max(seen.get(pid, 0), resident_bytes)
+        if len(seen) >= 4:
+            break
+    assert {event["reason"] for event in worker.events(OLD)} == {"memory"}
+    assert max(seen.values()) < (140 + 16) * MIB
+    assert not worker.events("model process died")
+
+
+def test_slots_of_a_stepping_model_run_out_before_its_process_is_replaced(
+    stack: Stack, client: Client
+) -> None:
+    """It could not go on from chunks, which readers have seen: so each stream comes from one process."""
+    worker = stack.worker("ageing.py:Steps")
+    pids: set[int] = set()
+    for chunks in client.map("Steps", itertools.repeat(12), in_flight=8):
+        assert len(chunks) == 12 and len(set(chunks)) == 1
+        pids.update(chunks)
+        if len(pids) >= 4:
+            break
+    stream = list(client.stream("Steps", 40))
+    assert len(stream) == 40 and len(set(stream)) == 1
+    assert len(worker.events(REPLACED)) >= 3
+
+
+def test_a_model_that_cannot_be_loaded_again_keeps_its_process(
+    stack: Stack, client: Client, tmp_path: Path
+) -> None:
+    model = tmp_path / "once.py"
+    model.write_text(
+        "import os, pathlib\n"
+        "class Once:\n"
+        "    max_requests_per_process = 3\n"
+        "    def load(self, device):\n"
+        "        pathlib.Path(__file__).with_name('loaded').touch(exist_ok=False)\n"
+        "    def predict(self, batch):\n"
+        "        return [os.getpid() for _ in batch]\n"
+    )
+    worker = stack.worker(f"{model}:Once")
+    wait_until(
+        lambda: (
+            client.infer("Once", 1),
+            worker.events("model cannot be loaded again, keeping the old process"),
+        )[1],
+        description="the next process has failed to load the model",
+        timeout_s=60.0,
+    )
+    assert len({client.infer("Once", number) for number in range(10)}) == 1
+    assert worker.terminate() == 0
+
+
+def test_a_process_without_space_beside_it_leaves_first(stack: Stack, client: Client, tmp_path: Path) -> None:
+    """As a model that takes a GPU of which nothing is known."""
+    worker = stack.worker("Gpu=ageing.py:Renewed", "--device", "cuda:0,cuda:1", "--replicas", "2")
+    pids: set[int] = set()
+    for pid in client.map("Gpu", itertools.count(), in_flight=8):
+        pids.add(pid)
+        if len(pids) >= 5:
+            break
+    old = worker.events(OLD)
+    assert {event["loads"] for event in old} == {"afterwards"}
+    assert not worker.events("model process died")
+
+
+def test_a_bound_model_is_refused_the_settings(stack: Stack, tmp_path: Path) -> None:
+    model = tmp_path / "bound.py"
+    model.write_text(
+        "class Bound:\n"
+        "    binds_sequences = True\n"
+        "    max_requests_per_process = 3\n"
+        "    def predict(self, batch):\n"
+        "        return batch\n"
+    )
+    worker = stack.worker(f"{model}:Bound", ready=False)
+    event = worker.wait_for("model cannot be loaded")
+    assert "max_requests_per_process: a process of a bound model has the states" in event["reason"]
