@@ -18,11 +18,12 @@ from carpool.errors import (
     UNAVAILABLE,
     UNIMPLEMENTED,
 )
-from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
 from carpool.prometheus import Counter, Gauge
+from carpool.service_metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
 from carpool.store.dead_letters import DEAD_LETTER_LIMITS
 from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution, ResultCounts
+from carpool_worker.own_metrics import OwnMetrics
 
 # The reason label by status. Exported from zero: Prometheus's rate() misses the first value of a new series.
 _REASONS: Final = {
@@ -127,6 +128,8 @@ class WorkerMetrics(CommonMetrics):
             "carpool_model_process_gpu_memory_bytes",
             "Memory of GPUs that a model process takes; 0 where the driver does not tell",
         )
+        self.own = OwnMetrics(model)
+        self.registry.register(self.own)
         self.in_hand = self._gauge(
             "carpool_batches_in_hand", "Batches that this worker has fetched and not committed"
         )

@@ -28,6 +28,7 @@ from carpool_worker.model_process.frames import (
     Ending,
     FrameHeader,
     LoadFailed,
+    Measured,
     MessageReader,
     OutcomeHeader,
     ProcessGoneError,
@@ -44,6 +45,10 @@ STOP_S: Final = 10.0
 _ALIVE_S: Final = 0.5  # how often it is looked, while a model is loaded, whether its process is alive
 _WROTE: Final = "its model wrote into the connection to its worker"
 Message = TypeVar("Message")
+
+
+def _ignore(_measured: Measured) -> None:
+    """Nobody wants to know."""
 
 
 class ModelLoadError(Exception):
@@ -96,6 +101,7 @@ class ProcessHandle:
         self._backlog: deque[Buffer] = deque()
         self.descriptor: int | None = None  # the socket to wait on; None until started, and after `close`
         self.ready = False  # the model is loaded
+        self.on_measured: Callable[[Measured], None] = _ignore  # is told what the model measures of itself
         self.raised: list[Raised] = []  # what the process told; for the log, which takes it
         # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
         self._sent = self._received = 0
@@ -103,9 +109,11 @@ class ProcessHandle:
 
     def new_like(self) -> ProcessHandle:
         """A handle for another process of the same model on the same device. It is not started."""
-        return ProcessHandle(
+        new = ProcessHandle(
             self._location, self.device, self._load_s_max, processes=self._sharing, worker=self._worker
         )
+        new.on_measured = self.on_measured
+        return new
 
     def exchange(self, other: ProcessHandle) -> None:
         """Take the process of a handle that was made by `new_like`, which gets this one's. Neither has a
@@ -270,6 +278,10 @@ class ProcessHandle:
             raised = Raised.read(fields)
             if raised is not None:
                 self.raised.append(raised)
+                return None
+            measured = Measured.read(fields)
+            if measured is not None:
+                self.on_measured(measured)
                 return None
             ending = Ending.read(fields)
             if ending is not None:

@@ -13,6 +13,7 @@ Why: docs/decisions/0107.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -21,11 +22,13 @@ from typing import Final, Literal, NamedTuple
 import structlog
 
 from carpool_worker import memory
+from carpool_worker.model_process.frames import MEASURED_INTERVAL_S, ProcessGoneError, read_answer
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 
 LOOK_INTERVAL_S: Final = 0.02  # between two looks at the memory of a process
 NEAR_RATIO: Final = 0.8  # of what it may take beyond what it took at first: then the next one is started
 BESIDE_RATIO: Final = 1.25  # how much must be free for another process, of what this one takes
+LINGER_S: Final = 2 * MEASURED_INTERVAL_S
 PAUSE_S: Final = 60.0  # after a model could not be loaded again
 Reason = Literal["requests", "memory"]
 
@@ -82,6 +85,7 @@ class Succession:
         self._leaving: ProcessHandle | None = None  # which has been replaced, and unloads its model
         self._leaves_first = False  # the process is to end before the next one is started
         self._has_left = False  # it is ending, or the next one is loading
+        self._hang_up_at_s = 0.0
         self._has_turn = False
         self._reason: Reason = "requests"
         self._log = structlog.get_logger()
@@ -96,9 +100,9 @@ class Succession:
 
     @property
     def holds_back(self) -> bool:
-        """Whether nothing more is to be sent to the process: another one is ready to take its place, or soon
-        will be, and this one takes as much memory as it may."""
-        return self._successor is not None and (self._successor.ready or self._is_full)
+        """Whether nothing more is to be sent to the process: another one is ready to take its place, or will
+        be, and this one takes as much memory as it may."""
+        return self._is_full or (self._successor is not None and self._successor.ready)
 
     @property
     def leaves_first(self) -> bool:
@@ -193,30 +197,41 @@ class Succession:
     # --- how -----------------------------------------------------------------------------------------------
 
     def _go_on(self, name: str, is_idle: Callable[[], bool]) -> bool:
+        self._look_whether_full()
         if self._leaving is not None:
-            if self._leaving.has_ended():
-                self._leaving.close(0)
-                self._leaving = None
-                self._end()
+            self._see_off(self._leaving)
             return False
         if self._leaves_first:
             return self._leave_first(is_idle)
         successor = self._successor
         assert successor is not None
         if not successor.ready and not self._has_loaded(successor, name):
-            self._look_whether_full()
             return False
         if not is_idle():
             return False
         self._process.exchange(successor)
         self._successor, self._leaving = None, successor
-        successor.hang_up()
+        self._hang_up_at_s = time.monotonic() + LINGER_S
         self._replaced(name)
         return True
 
+    def _see_off(self, leaving: ProcessHandle) -> None:
+        """A process that was replaced has a moment to tell what its model has measured, and then ends."""
+        if leaving.descriptor is not None:
+            with contextlib.suppress(ProcessGoneError):
+                leaving.receive_message(read_answer)
+                while leaving.has_buffered:
+                    leaving.receive_message(read_answer)
+            if time.monotonic() >= self._hang_up_at_s:
+                leaving.hang_up()
+        elif leaving.has_ended():
+            leaving.close(0)
+            self._leaving = None
+            self._end()
+
     def _look_whether_full(self) -> None:
         limit_bytes = self.limits.memory_bytes
-        if limit_bytes is not None and self._is_look_due():
+        if limit_bytes is not None and not self._leaves_first and self._is_look_due():
             self._is_full = (memory.resident_bytes(self._process.pid) or 0) >= limit_bytes
 
     def _has_loaded(self, successor: ProcessHandle, name: str) -> bool:
@@ -252,6 +267,7 @@ class Succession:
 
     def _replaced(self, name: str) -> None:
         self._start_over(self._successor_bytes)
+        self._is_full = False
         self._on_replaced(self._reason)
         self._log.info("model process replaced", worker=name, pid=self._process.pid)
 

@@ -25,6 +25,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import structlog
@@ -111,6 +112,8 @@ class Worker:
         self._batch_log = BatchLog(keys.model, self._name)
         self._step_log = StepLog(keys.model, self._name, metrics, self._slots_in_use)
         metrics.watch_slots(self._slots_in_use, self._slots)
+        for index, process in enumerate(self._processes):
+            process.on_measured = partial(metrics.own.take, index)
         metrics.watch_memory([self._memory_of(process) for process in self._processes])
 
     def start(self, stop: threading.Event) -> None:

@@ -134,3 +134,38 @@ def test_a_bound_model_is_refused_the_settings(stack: Stack, tmp_path: Path) -> 
     worker = stack.worker(f"{model}:Bound", ready=False)
     event = worker.wait_for("model cannot be loaded")
     assert "max_requests_per_process: a process of a bound model has the states" in event["reason"]
+
+
+def test_metrics_of_a_model_are_exported_by_its_worker(stack: Stack, client: Client) -> None:
+    """Also what was counted by processes that have been replaced since."""
+    worker = stack.worker("ageing.py:Measuring", "--http-port", "0")
+    pids: set[int] = set()
+    sent = 0
+    while len(pids) < 3:
+        pids.update(client.infer_many("Measuring", ["a", "abc", "abcde"]))
+        sent += 3
+    words = 'words_total{language="en",model="Measuring"}'
+    lines = wait_until(
+        lambda: found if (found := own_metrics(worker.status_url)).get(words) == f"{sent}.0" else None,
+        description="all processes have told what they counted",
+    )
+    assert lines['longest{model="Measuring",replica="0"}'] == "5.0"
+    assert lines['letters_count{model="Measuring"}'] == lines['letters_bucket{le="+Inf",model="Measuring"}']
+    steps = stack.worker("ageing.py:measured_steps", "--http-port", "0")
+    assert client.infer("measured_steps", 5) == [*range(5)]
+    wait_until(
+        lambda: own_metrics(steps.status_url).get('steps_taken_total{model="measured_steps"}') == "5.0",
+        description="the process has told of all steps, though nothing follows",
+    )
+
+
+def own_metrics(url: str) -> dict[str, str]:
+    """Those that Carpool and Python have not."""
+    text = call(url, "GET", "/metrics").body.decode()
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if not line.startswith(("#", "carpool_", "python_", "process_")):
+            name, _, value = line.rpartition(" ")
+            head, brace, labels = name.partition("{")
+            found[head + brace + ",".join(sorted(labels.rstrip("}").split(","))) + "}" * bool(brace)] = value
+    return found

@@ -18,7 +18,7 @@ from carpool.errors import INTERNAL, CarpoolError
 from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import RAW
 from carpool.messages.results import Chunk, Result
-from carpool.metrics import (
+from carpool.service_metrics import (
     DURATIONS_US,
     PERCENTS,
     REDIS_ERROR_KINDS,
