@@ -40,6 +40,9 @@ class Limits(NamedTuple):
     memory_bytes: int | None = None
 
 
+_NO_LIMITS: Final = Limits()
+
+
 def why_too_old(
     limits: Limits, requests: int, resident_bytes: int | None, loaded_bytes: int
 ) -> Reason | None:
@@ -76,7 +79,8 @@ class Succession:
 
     def __init__(self, process: ProcessHandle, on_replaced: Callable[[Reason], None]) -> None:
         self.turn = threading.Lock()
-        self.limits = Limits()
+        self._limits = _NO_LIMITS
+        self._is_limited = False
         self._process = process
         self._on_replaced = on_replaced
         self._successor: ProcessHandle | None = None  # which loads the model, or has
@@ -97,6 +101,15 @@ class Succession:
     def _start_over(self, loaded_bytes: int | None = None) -> None:
         self._requests = 0
         self._loaded_bytes = loaded_bytes  # what it took before it executed anything; None: not seen yet
+
+    @property
+    def limits(self) -> Limits:
+        """Those that the model has now."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits, self._is_limited = limits, limits != _NO_LIMITS
 
     @property
     def holds_back(self) -> bool:
@@ -137,7 +150,7 @@ class Succession:
         """
         if self._has_turn:
             return self._go_on(name, is_idle)
-        if may_begin and self._process.ready and self.limits != Limits():
+        if self._is_limited and may_begin and self._process.ready:
             self._begin_if_due(name)
         return False
 

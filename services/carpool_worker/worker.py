@@ -38,6 +38,7 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool.process_names import new_process_name, replica_name
 from carpool.store.bound import BoundStore
 from carpool.store.connection import CommandError, Link
+from carpool.store.directory import ProcessMemory
 from carpool.store.eviction import eviction_warning
 from carpool.store.link_errors import reason_of
 from carpool.store.steps import StepStore
@@ -65,6 +66,7 @@ from carpool_worker.stepping.log import StepLog
 from carpool_worker.stepping.replica import FETCH_BLOCK_MS, StepReplica
 
 _DEFAULTS: Final = ModelSettings().as_text()
+MEMORY_TTL_MS: Final = 60_000
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
 
 
@@ -156,6 +158,7 @@ class Worker:
             self._register,
             self._metrics,
             self._follow_others,
+            self._tell_memory,
         )
         if not self._wait_for_redis(stop):
             return
@@ -289,6 +292,13 @@ class Worker:
                 )
 
         return report
+
+    def _tell_memory(self, store: WorkerStore) -> None:
+        """For `carpool top`. The leases of this worker must not depend on it."""
+        gauges = [self._memory_of(process) for process in self._processes]
+        told = [ProcessMemory(resident(), on_gpus()) for resident, on_gpus in gauges]
+        with contextlib.suppress(CommandError):  # Redis is full, or has older rules for this role
+            store.tell_memory(self._name, told, MEMORY_TTL_MS)
 
     @staticmethod
     def _memory_of(process: ProcessHandle) -> MemoryGauges:

@@ -10,6 +10,9 @@ from typing import Final
 import pytest
 
 from carpool.client import Client
+from carpool.keys import DEFAULT_PREFIX
+from carpool.store.connection import Link
+from carpool.store.directory import Directory
 from support.http import call
 from support.models.ageing import MIB
 from support.stack import Stack
@@ -52,6 +55,14 @@ def test_no_request_fails_while_processes_are_replaced_many_times(stack: Stack, 
     assert 'carpool_model_processes_replaced_total{model="Renewed",reason="requests"}' in text
     memory = [line for line in text.splitlines() if line.startswith("carpool_model_process_memory_bytes{")]
     assert len(memory) == 2 and all(float(line.split()[-1]) > 10 * MIB for line in memory)
+    directory = Directory(Link(stack.url, name="test"), DEFAULT_PREFIX)
+    wait_until(
+        lambda: (
+            [process.resident > 10 * MIB for process in directory.overview("Renewed").memory] == [True] * 2
+        ),
+        description="`carpool top` can show what both processes take",
+    )
+    directory.close()
 
 
 def test_a_leaking_model_stays_under_its_limit(stack: Stack, client: Client) -> None:
@@ -149,7 +160,7 @@ def test_metrics_of_a_model_are_exported_by_its_worker(stack: Stack, client: Cli
         lambda: found if (found := own_metrics(worker.status_url)).get(words) == f"{sent}.0" else None,
         description="all processes have told what they counted",
     )
-    assert lines['longest{model="Measuring",replica="0"}'] == "5.0"
+    assert lines is not None and lines['longest{model="Measuring",replica="0"}'] == "5.0"
     assert lines['letters_count{model="Measuring"}'] == lines['letters_bucket{le="+Inf",model="Measuring"}']
     steps = stack.worker("ageing.py:measured_steps", "--http-port", "0")
     assert client.infer("measured_steps", 5) == [*range(5)]
