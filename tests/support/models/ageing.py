@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,8 @@ class Renewed:
     max_requests_per_process = 20
 
     def predict(self, batch: list[Any]) -> list[int]:
+        time.sleep(0.005)  # so that it is nearly always executing
+        metrics.counter("executed", "Requests that were executed").inc(len(batch))
         return [os.getpid() for _ in batch]
 
 
