@@ -244,7 +244,9 @@ class Succession:
 
     def _look_whether_full(self) -> None:
         limit_bytes = self.limits.memory_bytes
-        if limit_bytes is not None and not self._leaves_first and self._is_look_due():
+        if (
+            limit_bytes is not None and not self._leaves_first
+        ):  # at each turn of the loop: it is near the limit
             self._is_full = (memory.resident_bytes(self._process.pid) or 0) >= limit_bytes
 
     def _has_loaded(self, successor: ProcessHandle, name: str) -> bool:
