@@ -30,6 +30,7 @@ from carpool.wire.batches import decode_settled
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
 from carpool_batcher.backlog import PIECE_DECODED, Backlog
+from carpool_batcher.core.deadlines import NO_WORKER
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler, earlier
 from carpool_batcher.core.sequences.sequence import did_not_succeed
 from carpool_batcher.effective_settings import EffectiveSettings
@@ -215,6 +216,8 @@ class Session:
                 scheduler.learned.observe_delivery(now_us - settled_us)
             self._observer.settled(event, batch)
             scheduler.in_flight.settle(event)
+            if event.executed and (event.cost or scheduler.learned.costs):
+                scheduler.observe_cost(batch.lane, event.executed, event.cost)
 
     def _admit(self) -> Generator[None, None, tuple[list[Refusal], list[Entry]]]:
         """Offer requests of the backlog to the scheduler. Returns the refusals, and entries to remove."""
@@ -243,7 +246,7 @@ class Session:
         """Withdraw what is in flight, and add to `refusals` what waits. The entry of a withdrawal is removed
         when that is answered: if this batcher ends before, the next one reads it."""
         withdrawn = self.scheduler.carry_out_withdrawals(now_us)
-        for batch_id, first, run in withdrawn.cancelled:  # their worker learns of it with its next step
+        for batch_id, first, run in withdrawn.cancelled:  # their worker learns of it soon
             answers = list(_answers(first, run, now_us, *_WITHDRAWN))
             self._observer.cancelled(self._answer_in_flight(batch_id, answers))
         refusals += withdrawn.refusals
@@ -342,10 +345,12 @@ class Session:
         for batch_id, first, run in expired:
             by_batch.setdefault(batch_id, []).append((first, run))
         is_stepping, now_us = self.scheduler.kind is ModelKind.STEPPING, self._clock.now_us()
-        expired_while = _EXPIRED_WHILE_STEPPING if is_stepping else _EXPIRED
+        status, detail = _EXPIRED_WHILE_STEPPING if is_stepping else _EXPIRED
+        if not self.scheduler.model_processes:
+            detail += NO_WORKER
         for batch_id, runs in by_batch.items():
             answers = [
-                answer for first, run in runs for answer in _answers(first, run, now_us, *expired_while)
+                answer for first, run in runs for answer in _answers(first, run, now_us, status, detail)
             ]
             answered = self._answer_in_flight(batch_id, answers)
             self._observer.expired(batch_id, runs, answered)

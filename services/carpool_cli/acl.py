@@ -13,11 +13,11 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from carpool.keys import DEFAULT_PREFIX
+from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.settings import CarpoolSettings, Prefix, read_settings
 from carpool.shown import complain
 from carpool.text_files import read_text
-from carpool_cli.roles import ROLES, rules
+from carpool_cli.roles import CALLER, ROLES, rules, rules_of_caller
 
 PASSWORD_BYTES: Final = 32
 PASSWORD_LENGTH_MIN: Final = 16
@@ -36,6 +36,9 @@ class AclSettings(CarpoolSettings):
     directory of its own, so that it can be given to that role alone. Running the command again changes
     nothing.
 
+    Models that call others sign in as a producer (--model-redis-url of their worker). With --calls the file
+    has one more user, `model`, which may send to the models that are named, and to no others.
+
     To rotate a password: run with --rotate ROLE, run `ACL LOAD` in Redis, and restart that role. Then run
     without --rotate, and `ACL LOAD` again: the old password works until that second `ACL LOAD`.
     """
@@ -46,7 +49,11 @@ class AclSettings(CarpoolSettings):
     redis: Literal["6", "7"] = Field(
         "7", description="oldest Redis version to support; only 7 can limit each command to its own keys"
     )
-    rotate: Literal["producer", "batcher", "worker", "gateway", "metrics", "admin"] | None = Field(
+    calls: str = Field(
+        "",
+        description="models that other models call, such as detect,classify: adds a user `model` for these",
+    )
+    rotate: Literal["producer", "batcher", "worker", "gateway", "metrics", "admin", "model"] | None = Field(
         None, description="the role that gets a new password in addition to its present one"
     )
 
@@ -60,16 +67,18 @@ def main(argv: Sequence[str]) -> int:
         print(message, file=sys.stderr if printing else sys.stdout)
 
     try:
-        passwords = {role: _password(settings.secrets / role / "password", notify) for role in ROLES}
+        called = _called(settings)
+        roles = [*ROLES, *([CALLER] if called else [])]
+        passwords = {role: _password(settings.secrets / role / "password", notify) for role in roles}
         hashes = {role: [_hash(password)] for role, password in passwords.items()}
         successor = secrets.token_urlsafe(PASSWORD_BYTES)
         if settings.rotate:
             hashes[settings.rotate].append(_hash(successor))
-        text = acl_file(hashes, settings.prefix, selectors=settings.redis == "7")
+        text = acl_file(hashes, settings.prefix, called, selectors=settings.redis == "7")
         if printing:
             print(text, end="")
         else:
-            notify(_save(Path(settings.output), text))
+            notify(_save(Path(settings.output), text, len(roles)))
         if settings.rotate:  # last, so that a role that reads the new password can already sign in with it
             path = settings.secrets / settings.rotate / "password"
             _write(path, successor, 0o400)
@@ -85,15 +94,35 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def acl_file(hashes: Mapping[str, Sequence[str]], prefix: str, *, selectors: bool) -> str:
-    """The text of the file. `hashes` has, for each role, the hashes of the passwords it may sign in with."""
+def _called(settings: AclSettings) -> list[str]:
+    """The models of --calls. Raises ValueError."""
+    called = settings.calls.replace(",", " ").split()
+    for model in called:
+        try:
+            Keys(model, settings.prefix)
+        except ValueError as error:
+            raise ValueError(f"--calls: {error}") from None
+    if settings.rotate == CALLER and not called:
+        raise ValueError("--rotate model: there is such a user only with --calls")
+    return called
+
+
+def acl_file(
+    hashes: Mapping[str, Sequence[str]], prefix: str, called: Sequence[str] = (), *, selectors: bool
+) -> str:
+    """The text of the file. `hashes` has, for each role, the hashes of the passwords it may sign in with.
+    `called`: the models to which the user CALLER may send, if there is one."""
     # The default user is off: no client can sign in as it. But Redis replays its append-only file as this
     # user, and checks its permissions at each EXEC, which is how scripts are recorded. Without permissions,
     # all that scripts have written would be lost (redis/redis#14541).
     lines = ["user default off resetpass allkeys allchannels +@all"]
     for role, role_hashes in hashes.items():
         passwords = " ".join(f"#{digest}" for digest in role_hashes)
-        lines.append(f"user {role} on {passwords} {rules(role, prefix, selectors=selectors)}")
+        if role == CALLER:
+            allowed = rules_of_caller(called, prefix, selectors=selectors)
+        else:
+            allowed = rules(role, prefix, selectors=selectors)
+        lines.append(f"user {role} on {passwords} {allowed}")
     return "\n".join(lines) + "\n"  # without comments, which Redis does not accept in this file
 
 
@@ -121,14 +150,14 @@ def _password(path: Path, notify: Notify) -> str:
     return password
 
 
-def _save(path: Path, text: str) -> str:
+def _save(path: Path, text: str, users: int) -> str:
     """Write the ACL file unless it has this text already. Returns what was done."""
     with suppress(FileNotFoundError):
         if path.read_bytes() == text.encode():
             return f"{path} is up to date."
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, text, 0o644)  # Redis runs as another user and must read it; it has only hashes
-    return f"{path} was written: {len(ROLES)} users. A running Redis loads it with ACL LOAD."
+    return f"{path} was written: {users} users. A running Redis loads it with ACL LOAD."
 
 
 def _write(path: Path, text: str, mode: int) -> None:

@@ -33,7 +33,7 @@ GROUPS: Final = (
         Command("up", "MODEL...", "carpool_cli.local.up",
                 "start Redis (if no --redis-url is given), a batcher and workers on this machine"),
         Command("infer", "MODEL BODY", "carpool_cli.infer", "send one request and print its result"),
-        Command("check", "MODEL BODY", "carpool_cli.check",
+        Command("check", "MODEL BODY...", "carpool_cli.check.command",
                 "try a model out here, alone and in batches, without Redis"),
         Command("models", "", "carpool_cli.models",
                 "list the registered models: how much waits, since when, and what is in flight"),
@@ -76,7 +76,8 @@ Carpool: dynamic batching for models over Redis streams.
 Any number of workers and batchers may run, on any machine that reaches Redis.
 
 For up, worker and check, MODEL is module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer or
-voice-activity; for the other commands it is a name that `carpool models` lists. To get started:
+voice-activity; FILE.toml has several, with parameters and settings. For the other commands MODEL is a name
+that `carpool models` lists. To get started:
 
   carpool up square
   carpool infer square 7

@@ -17,7 +17,7 @@ from carpool.client.aio import AsyncClient
 from carpool.client.options import RequestOptions
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages.requests import JSON, PRIORITY_DEFAULT, RAW
-from carpool.settings import CarpoolSettings, ConnectionSettings, Seconds, read_settings
+from carpool.settings import CarpoolSettings, ConnectionSettings, Lines, Seconds, read_settings
 from carpool.shown import complain, printable_lines
 from carpool.text_files import decoded
 from carpool.wire.bodies import NotJSONError, decode_body, decode_json, encode_body
@@ -33,7 +33,7 @@ class BodySettings(CarpoolSettings):
         "", description="content type of the body, such as image/png; all but JSON are taken as they are"
     )
     accept: str = Field("", description="content type of the result (default: that of the body, or JSON)")
-    field: list[str] = Field([], description="NAME=VALUE: a further field, for the model; may be repeated")
+    field: Lines = Field([], description="NAME=VALUE: a further field, for the model; may be repeated")
 
     @property
     def body_type(self) -> str:

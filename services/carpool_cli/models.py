@@ -22,7 +22,13 @@ from carpool.store.declarations import Declarations
 from carpool.store.directory import Directory, take_snapshot
 from carpool.store.eviction import eviction_warning
 from carpool.store.unregistered import Unserved, find_unregistered
-from carpool.wire.registration import describe_differing, differing
+from carpool.wire.registration import (
+    Registration,
+    decode_parameters,
+    describe_differing,
+    differing,
+    versions_of,
+)
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
 from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table, duration
@@ -34,6 +40,8 @@ _STEPPING_HEADINGS: Final = (
     "stepping model", "waiting", "oldest", "slots", "prefetched", "processes", "batcher", "dead",
     "first p50", "first p99", "gap p50", "gap p99",
 )  # fmt: skip
+
+Row = tuple[str, ...]
 
 
 class ModelsSettings(ConnectionSettings):
@@ -51,7 +59,9 @@ class ModelsSettings(ConnectionSettings):
                 many others were dropped, because there were too many or they grew old
     failed      requests that workers answered with errors, and what the model raised last, below the table
     refused     requests that the batcher answered with errors, by status and reason, below the table
+    version     those that its workers declare, if any does
     settings    those that workers declare differently, as during an update, below the table
+    parameters  what the model was loaded with, below the table; secrets are hidden
     sequences   those kept, as the batcher reports them, of all slots where the model binds them to its
                 processes (processes x max_batch_size), and those that wait to start
 
@@ -92,6 +102,8 @@ class ModelState(NamedTuple):
     delayed: int | None = None  # of these, the ones that must not be dispatched yet (`not_before`)
     # Of what workers declare differently how many declare which value.
     differing: Mapping[str, Mapping[str, int]] = {}
+    parameters: Mapping[str, str] = {}  # what it was loaded with, as text; secrets are hidden
+    versions: Mapping[str, int] = {}  # how many workers declare which; an empty one: they declare none
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -145,7 +157,7 @@ def _why_unserved(stream: Unserved, states: Sequence[ModelState]) -> str:
 
 
 def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
-    clock = RedisClock()
+    clock, declared = RedisClock(), read_declared(link, keys)
     snapshot = take_snapshot(link, keys, clock)
     arrival_us = directory.oldest_arrival_us(keys.model)
     batcher, dead = link.call("EXISTS", keys.batcher), link.call("XLEN", keys.dead)
@@ -179,13 +191,20 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         _is_loading(link, keys),
         report.gauges.waiting if report else None,
         report.gauges.delayed if report else None,
-        read_differing(link, keys),
+        differing(declared),
+        decode_parameters(snapshot.registration),
+        versions_of(declared),
     )
+
+
+def read_declared(link: Link, keys: Keys) -> list[Registration]:
+    """What each living worker of a model declares."""
+    return list(Declarations(link, keys).read().by_worker.values())
 
 
 def read_differing(link: Link, keys: Keys) -> Mapping[str, Mapping[str, int]]:
     """What the living workers of a model declare differently: how many declare which value."""
-    return differing(list(Declarations(link, keys).read().by_worker.values()))
+    return differing(read_declared(link, keys))
 
 
 def describe_workers(model: str, found: Mapping[str, Mapping[str, int]]) -> str:
@@ -212,27 +231,54 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
         screen.print("no model is registered; `carpool up square` serves one")
         return
     of_batches = [state for state in states if state.stepping is None]
-    rows = [(*_HEADINGS, "sequences"), *((*_row(state), _sequences(state.sequences)) for state in of_batches)]
     if of_batches:
-        has_sequences = any(state.sequences for state in of_batches)
-        screen.print_table(build_table(rows if has_sequences else [row[:-1] for row in rows]))
-    stepping = [_stepping_row(state, state.stepping) for state in states if state.stepping is not None]
+        rows = [_HEADINGS, *(_row(state) for state in of_batches)]
+        if any(state.sequences for state in of_batches):
+            rows = _with_column(rows, "sequences", [_sequences(state.sequences) for state in of_batches])
+        screen.print_table(build_table(_with_versions(rows, of_batches)))
+    stepping = [state for state in states if state.stepping is not None]
     if of_batches and stepping:
         screen.print()
     if stepping:
-        screen.print_table(build_table([_STEPPING_HEADINGS, *stepping]))
+        rows = [_STEPPING_HEADINGS, *(_stepping_row(one, one.stepping) for one in stepping if one.stepping)]
+        screen.print_table(build_table(_with_versions(rows, stepping)))
     for state in states:
         if state.rejected_settings:
             screen.print(
                 f"\nThe batcher rejects the settings of {state.model} and serves it with others: "
                 f"{printable(state.rejected_settings)}"
             )
+        if state.parameters:
+            screen.print(f"\nParameters of {state.model}: {_parameters(state.parameters)}")
         if state.differing:
             screen.print(f"\n{describe_workers(state.model, state.differing)}")
         if state.failed:
             screen.print(f"\nRequests of {state.model} that failed: {_failures(state)}")
         if state.refused:
             screen.print(f"\nRequests of {state.model} that the batcher refused: {_numbers(state.refused)}")
+
+
+def _parameters(parameters: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={text}" for name, text in map(_printable_pair, parameters.items()))
+
+
+def _printable_pair(pair: tuple[str, str]) -> tuple[str, str]:
+    return printable(pair[0]), printable(pair[1])
+
+
+def _with_column(rows: Sequence[Row], heading: str, cells: Sequence[str]) -> list[Row]:
+    return [(*row, cell) for row, cell in zip(rows, (heading, *cells), strict=True)]
+
+
+def _with_versions(rows: Sequence[Row], states: Sequence[ModelState]) -> Sequence[Row]:
+    """With a column of versions, if a worker declares one."""
+    if not any(version for state in states for version in state.versions):
+        return rows
+    return _with_column(rows, "version", [_versions(state) for state in states])
+
+
+def _versions(state: ModelState) -> str:
+    return ", ".join(version or "none" for version in state.versions) or "-"
 
 
 def _refused_only(answered: Mapping[str, int]) -> dict[str, int]:

@@ -69,7 +69,7 @@ def _grants(role: str, *items: Grant | _Lua) -> Sequence[Grant]:
 # AUTH, HELLO, QUIT and RESET need no permission. SELECT is for no role: installations differ by prefix.
 _CONNECT: Final = Grant("have a name in CLIENT LIST, and check that Redis answers", "ping client|setname")
 _CLUSTER: Final = Grant("find the node of a cluster that has a key", "cluster|slots")
-_CLOCK: Final = Grant("read Redis's clock, which decides about expiration", "time")
+_CLOCK: Final = Grant("read Redis's clock, which decides about expiration and leases", "time")
 _EVICTION: Final = Grant("see whether Redis discards keys when its memory is full", "info")
 # Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.
 _COUNTS: Final = (
@@ -101,13 +101,15 @@ _PRODUCE: Final = (
     Grant("list the models", "smembers sismember", "models"),
     Grant("read the limits of a model's batches and bodies", "hget hmget hgetall", "registration"),
     Grant("wait until a model is loaded", "exists", "loading"),
-    Grant("wait until there is a model process", "zcard", "workers"),
+    Grant("wait until there is a model process; see whether one is alive", "zcard zcount", "workers"),
+    _CLOCK,
     Grant("send a request, and withdraw one that waits", "xadd xdel", "requests"),
     Grant("send a request together with its large body", "multi exec"),
     Grant("store a large body", "set", "body"),
     Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
 )
 
+CALLER: Final = "model"  # a user for models that call others (CARPOOL_MODEL_REDIS_URL)
 _READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "result")
 
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
@@ -246,9 +248,22 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
 
 def rules(role: str, prefix: str = DEFAULT_PREFIX, *, selectors: bool = False) -> str:
     """The rules of a role for its line of an ACL file. `selectors` need Redis 7."""
-    names = patterns(prefix)
-    root_grants = [grant for grant in ROLES[role] if not (selectors and grant.keys)]
-    selector_grants = [grant for grant in ROLES[role] if selectors and grant.keys]
+    return _rules(ROLES[role], patterns(prefix), selectors=selectors)
+
+
+def rules_of_caller(models: Sequence[str], prefix: str = DEFAULT_PREFIX, *, selectors: bool = False) -> str:
+    """The rules of CALLER: those of a producer, for requests to these models only."""
+    # In a rule `~` precedes each pattern, so this is one for each model.
+    names = {
+        name: " ~".join([key.replace("{*}", f"{{{model}}}") for model in models]) if "{*}" in key else key
+        for name, key in patterns(prefix).items()
+    }
+    return _rules(ROLES["producer"], names, selectors=selectors)
+
+
+def _rules(grants: Sequence[Grant], names: Mapping[str, str], *, selectors: bool) -> str:
+    root_grants = [grant for grant in grants if not (selectors and grant.keys)]
+    selector_grants = [grant for grant in grants if selectors and grant.keys]
     root = ["resetkeys", "resetchannels", "-@all", *_tokens(root_grants, names)]
     return " ".join([*root, *(f"({' '.join(_tokens([grant], names))})" for grant in selector_grants)])
 

@@ -11,8 +11,8 @@ import structlog
 
 from carpool.errors import CarpoolError
 from carpool_gateway.answers import JSON_HEADER, HttpError, allow, http_error_of, method_not_allowed
+from carpool_gateway.credentials import ANYBODY, INFER, METRICS, Key, KeyRing
 from carpool_gateway.exchange import Exchange, Handler
-from carpool_gateway.keys import ANYBODY, INFER, METRICS, Key, KeyRing
 from carpool_gateway.meter import GatewayMetrics
 from carpool_gateway.native_calls import NativeCalls
 from carpool_gateway.open_inference import OpenInference
@@ -78,7 +78,7 @@ class Gateway:
     served."""
 
     def __init__(
-        self, router: Router, keys: KeyRing, metrics: GatewayMetrics, *, logs_all: bool, logs_debug: bool
+        self, *, router: Router, keys: KeyRing, metrics: GatewayMetrics, logs_all: bool, logs_debug: bool
     ) -> None:
         self._router = router
         self._keys = keys

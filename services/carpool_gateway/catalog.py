@@ -2,45 +2,87 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
-from carpool.errors import InternalError, NotFoundError
+import structlog
+
+from carpool.client.lookup import ModelLookup
+from carpool.errors import CarpoolError, InternalError, NotFoundError
 from carpool.keys import Keys
+from carpool.shown import trace_of
 from carpool.wire.statistics import ModelStatistics
-from carpool_gateway.links import Links
 from carpool_gateway.oip.documents import LOADING, READY, UNAVAILABLE, IndexEntry, unknown_model
 from carpool_gateway.oip.models import OfferedModel
+from carpool_gateway.redis_calls import RedisCalls
 
 AGE_S_MAX: Final = 1.0  # of what is known of a model
 _MODELS_MAX: Final = 10_000
 
 
 class Catalog:
-    """What was read of each model lately."""
+    """What was read of each model lately.
 
-    def __init__(self, links: Links, prefix: str) -> None:
-        self._links = links
+    A model that is used is read again before what is known of it is too old, and once for all requests that
+    want it: otherwise those of a thousand connections would wait for that together, each with commands of its
+    own.
+    """
+
+    def __init__(self, calls: RedisCalls, prefix: str) -> None:
+        self._calls = calls
+        self._lookup = ModelLookup(self._call, prefix)
         self._prefix = prefix
         self._known: dict[str, tuple[float, OfferedModel]] = {}
+        self._reads: dict[str, asyncio.Task[OfferedModel]] = {}  # under way
+        self._log = structlog.get_logger()
+
+    async def _call(self, *command: str) -> Any:
+        return await self._calls.call(command[1], command)  # which is the key
 
     def known(self, name: str) -> OfferedModel | None:
         """A model, if it was read lately."""
         found = self._known.get(name)
-        return found[1] if found is not None and found[0] > time.monotonic() - AGE_S_MAX else None
+        if found is None:
+            return None
+        read_at_s, model = found
+        age_s = time.monotonic() - read_at_s
+        if age_s > AGE_S_MAX:
+            return None
+        if age_s > AGE_S_MAX / 2:
+            self._read(name)
+        return model
 
     async def model(self, name: str) -> OfferedModel:
         """A model with its settings and an operator's overrides. Raises NotFoundError if no worker has
         registered it, and other CarpoolErrors."""
         model = self.known(name)
-        if model is not None:
-            return model
+        if model is None:
+            model = await asyncio.shield(self._read(name))
+        return model
+
+    def _read(self, name: str) -> asyncio.Task[OfferedModel]:
+        """Begin to read a model, unless that is under way."""
+        reading = self._reads.get(name)
+        if reading is None:
+            reading = self._reads[name] = asyncio.ensure_future(self._read_now(name))
+            reading.add_done_callback(partial(self._on_read, name))
+        return reading
+
+    def _on_read(self, name: str, reading: asyncio.Task[OfferedModel]) -> None:
+        del self._reads[name]
+        error = None if reading.cancelled() else reading.exception()
+        if error is not None and not isinstance(error, CarpoolError):
+            self._log.error("model cannot be read", model=name, exception=trace_of(error))
+
+    async def _read_now(self, name: str) -> OfferedModel:
         keys = Keys(name, self._prefix)
-        registration = _texts(await self._links.call(keys.registration, ("HGETALL", keys.registration)))
+        registration = _texts(await self._call("HGETALL", keys.registration))
         if not registration:
             self._known.pop(name, None)
             raise unknown_model(name)
-        overrides = _texts(await self._links.call(keys.overrides, ("HGETALL", keys.overrides)))
+        overrides = _texts(await self._call("HGETALL", keys.overrides))
         try:
             model = OfferedModel.of(name, registration, overrides)
         except ValueError as error:
@@ -57,31 +99,31 @@ class Catalog:
         """Whether a registered model has a process. Raises as `model` does."""
         await self.model(name)
         keys = Keys(name, self._prefix)
-        return bool(await self._links.call(keys.workers, ("ZCARD", keys.workers)))
+        return await self._lookup.has_process(keys)
 
     async def statistics(self, name: str) -> ModelStatistics:
         """What became of the requests of a registered model, as all gateways tell it. Raises as `model`
         does."""
         await self.model(name)
         key = Keys(name, self._prefix).statistics
-        flat = await self._links.call(key, ("HGETALL", key))
+        flat = await self._call("HGETALL", key)
         names = [name.decode("utf-8", "replace") for name in flat[::2]]
         return ModelStatistics.of(dict(zip(names, flat[1::2], strict=True)))
 
     async def index_entry(self, name: str) -> IndexEntry | None:
         """The state of a model; None if it is not registered any more. Raises CarpoolErrors."""
         try:
-            is_ready = await self.is_ready(name)
+            version, is_ready = (await self.model(name)).version, await self.is_ready(name)
         except NotFoundError:
             return None
         except InternalError as error:  # what is registered cannot be read
             return IndexEntry(name, UNAVAILABLE, error.detail)
         if is_ready:
-            return IndexEntry(name, READY)
+            return IndexEntry(name, READY, version=version)
         keys = Keys(name, self._prefix)
-        if await self._links.call(keys.loading, ("EXISTS", keys.loading)):
-            return IndexEntry(name, LOADING, "a worker is loading it")
-        return IndexEntry(name, UNAVAILABLE, "no worker serves it now")
+        if await self._lookup.is_loading(keys):
+            return IndexEntry(name, LOADING, "a worker is loading it", version)
+        return IndexEntry(name, UNAVAILABLE, "no worker serves it now", version)
 
 
 def _texts(flat: list[bytes]) -> dict[str, str]:

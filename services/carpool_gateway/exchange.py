@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol
 
-from carpool_gateway.answers import JSON_HEADER, HttpError, error_body
+from carpool.errors import CarpoolError
+from carpool_gateway.answers import JSON_HEADER, HttpError, error_body, http_error_of
 
 _NO_PARAMETERS: Final[Mapping[str, str]] = {}
 
@@ -23,6 +24,7 @@ class Connection(Protocol):
     async def write_part(self, exchange: Exchange, part: bytes) -> None: ...
     def write_end(self, exchange: Exchange) -> None: ...
     def abort(self) -> None: ...
+    def failure(self, error: Exception, request_id: str) -> HttpError: ...
 
 
 # Handles an exchange whose body is complete: at once, or in a task.
@@ -34,9 +36,10 @@ class Exchange:
 
     `headers`: names in small letters; of a header that came several times, all values with commas.
     `body`: complete when the handler is called. `body_bytes`: what of it is held in memory.
-    `on_gone`: called once if the client goes away before the answer is written.
+    `on_gone`: called once if the client goes away before the answer is written; then it is None. What it
+    belongs to often leads back here, and such a cycle would be left to the garbage collector, which holds up
+    all requests.
     `route`: the name of its route, for metrics. `parameters`: what is in the path for the names of its route.
-    `extra`: what the handler keeps for itself.
     """
 
     # What is not set is found in the class: a request sets few of these.
@@ -53,7 +56,6 @@ class Exchange:
     is_gone = False
     is_chunked = False  # the answer is written in parts
     on_gone: Callable[[Exchange], None] | None = None
-    extra: Any = None
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -75,7 +77,7 @@ class Exchange:
         """Answer. `headers`: lines with their ends, without those that all answers have. Does nothing if the
         client has gone."""
         if not (self.is_gone or self.code):
-            self.code = code
+            self.code, self.on_gone = code, None
             self.connection.write_answer(self, headers, body)
 
     def fail(self, error: HttpError) -> None:
@@ -84,6 +86,15 @@ class Exchange:
             self.connection.abort()
         else:
             self.respond(error.code, JSON_HEADER + error.headers, error_body(error))
+
+    def fail_with(self, error: Exception) -> None:
+        """Answer with the error that an exception means. One that is neither HttpError nor CarpoolError is a
+        mistake of the gateway's own: it is logged."""
+        if isinstance(error, CarpoolError):
+            error = http_error_of(error)
+        elif not isinstance(error, HttpError):
+            error = self.connection.failure(error, self.request_id)
+        self.fail(error)
 
     def begin(self, code: int, headers: bytes) -> None:
         """Begin an answer that is written in parts."""
@@ -99,4 +110,5 @@ class Exchange:
     def end(self) -> None:
         """The last part was written."""
         if not self.is_gone:
+            self.on_gone = None
             self.connection.write_end(self)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -23,10 +24,10 @@ from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Result, ResultColumns
 from carpool_gateway.answers import HttpError, failure, http_error_of
+from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.keys import Key, now_s
 from carpool_gateway.limits import ENCODINGS, Limits, inflate
-from carpool_gateway.native.options import content_type_of, options_of
+from carpool_gateway.native.options import Asked, content_type_of, options_of
 from carpool_gateway.native.results import (
     error_line,
     figure_headers,
@@ -41,17 +42,6 @@ LATER_TIMEOUT_S: Final = 3600.0  # of a request for whose result nobody waits, i
 _LOOKUP_S_MIN: Final = 0.1  # a look-up that takes longer is a part of the timeout
 
 
-class Asked(NamedTuple):
-    """What the headers of a request ask for."""
-
-    model: str
-    key: Key
-    content_type: str
-    timeout_s: float
-    fields: Mapping[str, Any]
-    correlation_id: str | None
-
-
 def answer(exchange: Exchange, envelope: Envelope) -> None:
     """Answer with a result of any status."""
     name, status = envelope["correlation_id"], envelope["status"]
@@ -61,8 +51,9 @@ def answer(exchange: Exchange, envelope: Envelope) -> None:
     headers = id_header(name) + figure_headers(
         envelope["content_type"], envelope["batch_size"], envelope["queue_us"], envelope["compute_us"]
     )
-    if "first_us" in envelope or "warnings" in envelope:
-        headers += further_headers(envelope.get("first_us"), envelope.get("warnings") or ())
+    if "first_us" in envelope or "warnings" in envelope or "version" in envelope:
+        warnings = envelope.get("warnings") or ()
+        headers += further_headers(envelope.get("first_us"), warnings, envelope.get("version", ""))
     exchange.respond(200, headers, envelope["body"])
 
 
@@ -75,8 +66,9 @@ class ExchangeSink(Sink):
 
     def put_columns(self, targets: Sequence[Exchange], columns: ResultColumns) -> None:
         """Answer each with its result."""
-        ids, content_type, rows, batch_size, queue_us, compute_us = columns
+        ids, content_type, rows, batch_size, queue_us, compute_us, version = columns
         common = figure_headers(content_type, batch_size, queue_us, compute_us)
+        common += further_headers(None, (), version)
         for at, target in enumerate(targets):
             target.respond(200, id_header(ids[at]) + common, rows[at])
 
@@ -108,52 +100,47 @@ class Inference:
                 "Prefer: respond-async"
             )
         content_type = content_type_of(exchange.headers.get(b"content-type"))
-        return Asked(exchange.model, key, content_type, timeout_s, fields, options.get("correlation_id"))
+        return Asked(exchange.model, content_type, timeout_s, fields, options.get("correlation_id"))
 
     # --- one request ---------------------------------------------------------------------------------------
 
-    def infer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
-        """Send the body; the result is the answer. Raises HttpError and CarpoolError."""
-        asked: Asked = exchange.extra
-        asked.key.count(1, now_s())
+    def infer(self, asked: Asked, key: Key, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+        """Send the body; the result is the answer. Raises HttpError and CarpoolErrors."""
+        key.count(1, now_s())
         channel = self._producer.channels.get(asked.model)
         if channel is None or b"content-encoding" in exchange.headers:
-            return self._prepare(exchange, asked)
-        self._send(exchange, asked, channel, asked.timeout_s)
+            return self._prepare(asked, exchange)
+        self._send(asked, exchange, channel, asked.timeout_s)
         return None
 
-    async def _prepare(self, exchange: Exchange, asked: Asked) -> None:
+    async def _prepare(self, asked: Asked, exchange: Exchange) -> None:
         """Decompress the body, and look the model up; then send."""
         await decompress(exchange, self._limits)
         channel, timeout_s = await find(self._producer, asked)
         if not exchange.is_gone:
-            self._send(exchange, asked, channel, timeout_s)
+            self._send(asked, exchange, channel, timeout_s)
 
-    def _send(self, exchange: Exchange, asked: Asked, channel: Channel, timeout_s: float) -> None:
-        body = (asked.content_type, b"", exchange.body)
-        exchange.extra = self._producer.packer.add(
+    def _send(self, asked: Asked, exchange: Exchange, channel: Channel, timeout_s: float) -> None:
+        packer, body = self._producer.packer, (asked.content_type, b"", exchange.body)
+        name = packer.add(
             channel, body, asked.fields, timeout_s, self._answers, exchange, asked.correlation_id
         )
-        exchange.on_gone = self._withdraw
-
-    def _withdraw(self, exchange: Exchange) -> None:
-        self._producer.packer.withdraw(exchange.extra, exchange)
+        exchange.on_gone = partial(packer.withdraw, name)
 
     # --- many requests -------------------------------------------------------------------------------------
 
-    async def infer_many(self, exchange: Exchange) -> None:
+    async def infer_many(self, asked: Asked, key: Key, exchange: Exchange) -> None:
         """Send each line of the body; answer with a line for each, in the same order, as they come.
 
         At most `limits.rows` of them have no result. A request that fails has a line that says so.
         """
-        asked: Asked = exchange.extra
         if asked.correlation_id is not None:
             raise InvalidArgumentError(
                 "Carpool-Correlation-Id: each line is a request, with an ID of its own"
             )
         await decompress(exchange, self._limits)
         lines = lines_of(exchange.body)
-        asked.key.count(len(lines), now_s())
+        key.count(len(lines), now_s())
         channel, timeout_s = await find(self._producer, asked)
         task = asyncio.current_task()
         assert task is not None

@@ -4,7 +4,7 @@
 names a request, so that sending it again does not execute it again, whatever died meanwhile. Both are alike
 in Redis: see `carpool.store.kept`. Neither is withdrawn when a client goes away.
 
-A wait for such a result takes a connection to Redis for a second at a time, of at most LINKS_MAX.
+A wait for such a result takes a connection to Redis for a second at a time, of at most CONNECTIONS_MAX.
 
 Why: docs/decisions/0092.
 """
@@ -23,12 +23,12 @@ from carpool.keys import CORRELATION_ID, Keys
 from carpool.store.kept import keep_command, kept_result, read_command
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
 from carpool_gateway.catalog import Catalog
+from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.inference import Asked, answer, decompress
-from carpool_gateway.keys import Key, now_s
+from carpool_gateway.inference import answer, decompress
 from carpool_gateway.limits import Limits
-from carpool_gateway.links import REPLY_S_MAX, Links
-from carpool_gateway.native.options import preferences
+from carpool_gateway.native.options import Asked, preferences
+from carpool_gateway.redis_calls import REPLY_S_MAX, RedisCalls
 
 _BLOCK_MS: Final = 1000
 _OWNER_CHARS: Final = 16
@@ -38,25 +38,24 @@ IDEMPOTENCY: Final = b"idempotency-key"
 class KeptRequests:
     """Adds such requests, reads their results, and withdraws them."""
 
-    def __init__(self, producer: Producer, catalog: Catalog, links: Links, limits: Limits) -> None:
+    def __init__(self, producer: Producer, catalog: Catalog, calls: RedisCalls, limits: Limits) -> None:
         self._producer = producer
         self._catalog = catalog
-        self._links = links
+        self._calls = calls
         self._limits = limits
 
-    async def infer(self, exchange: Exchange) -> None:
+    async def infer(self, asked: Asked, key: Key, exchange: Exchange) -> None:
         """Add the request, unless it was added before; answer with its result, or with where that will be."""
-        asked: Asked = exchange.extra
         if asked.correlation_id is not None:
             raise InvalidArgumentError(
                 "Carpool-Correlation-Id: not with Prefer: respond-async or Idempotency-Key; these choose it"
             )
-        asked.key.count(1, now_s())
+        key.count(1, now_s())
         await decompress(exchange, self._limits)
         if exchange.is_gone:
             return  # and its body with it
         body = exchange.body  # which the exchange has no longer if its client goes away meanwhile
-        keys, name = Keys(asked.model, self._producer.prefix), _name_of(exchange, asked.key)
+        keys, name = Keys(asked.model, self._producer.prefix), _name_of(exchange, key)
         fields = {
             **asked.fields,
             "content_type": asked.content_type,
@@ -66,7 +65,7 @@ class KeptRequests:
         known_ms = (
             round(asked.timeout_s * 1000) + (await self._catalog.model(asked.model)).settings.result_ttl_ms
         )
-        earlier = await self._links.call(
+        earlier = await self._calls.call(
             keys.requests, keep_command(keys, name, fingerprint, known_ms, fields, body)
         )
         exchange.connection.release(exchange)  # Redis has the body
@@ -84,9 +83,9 @@ class KeptRequests:
 
     # --- by name -------------------------------------------------------------------------------------------
 
-    async def get(self, exchange: Exchange) -> None:
+    async def get(self, key: Key, exchange: Exchange) -> None:
         """Answer with the result, if it comes within `Prefer: wait`; else with where it will be."""
-        keys, name = self._named(exchange)
+        keys, name = self._named(key, exchange)
         wait_s = min(_wait_s(exchange), self._limits.timeout_s)
         await self._check_there(keys, name)
         envelope = await self._wait(keys, name, wait_s, lambda: exchange.connection.is_draining)
@@ -95,24 +94,24 @@ class KeptRequests:
         else:
             _answer_accepted(exchange, keys.model, name)
 
-    async def withdraw(self, exchange: Exchange) -> None:
+    async def withdraw(self, key: Key, exchange: Exchange) -> None:
         """If the request waits, it will not be executed, and its result is CANCELLED."""
-        keys, name = self._named(exchange)
+        keys, name = self._named(key, exchange)
         await self._check_there(keys, name)
-        await self._links.call(keys.requests, ("XADD", keys.requests, "*", "withdraw", name))
+        await self._calls.call(keys.requests, ("XADD", keys.requests, "*", "withdraw", name))
         exchange.respond(204, b"", b"")
 
-    def _named(self, exchange: Exchange) -> tuple[Keys, str]:
+    def _named(self, key: Key, exchange: Exchange) -> tuple[Keys, str]:
         name = exchange.parameters["name"]
-        if not CORRELATION_ID.fullmatch(name) or not name.startswith(_owner(exchange.extra)):
+        if not CORRELATION_ID.fullmatch(name) or not name.startswith(_owner(key)):
             raise _unknown()
         return Keys(exchange.model, self._producer.prefix), name
 
     async def _check_there(self, keys: Keys, name: str) -> None:
         """Raise HttpError unless the request has a result, or will have one: 410 if it had one, else 404."""
-        if await self._links.call(keys.requests, ("EXISTS", keys.replies(name))):
+        if await self._calls.call(keys.requests, ("EXISTS", keys.replies(name))):
             return
-        if not await self._links.call(keys.requests, ("EXISTS", keys.kept(name))):
+        if not await self._calls.call(keys.requests, ("EXISTS", keys.kept(name))):
             raise _unknown()
         raise HttpError(
             410,
@@ -129,7 +128,7 @@ class KeptRequests:
         while True:
             left_ms = round((end_s - time.monotonic()) * 1000)
             block_ms = max(0, min(left_ms, _BLOCK_MS))
-            reply = await self._links.call(
+            reply = await self._calls.call(
                 keys.requests, read_command(keys, name, block_ms), block_ms / 1000 + REPLY_S_MAX
             )
             envelope = kept_result(reply)

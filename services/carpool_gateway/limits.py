@@ -21,7 +21,8 @@ class Limits(NamedTuple):
 
     `head_s`: from the first byte of a request to the end of its headers; `body_s`: from there to the end of
     its body; `idle_s`: between two requests; `write_s`: for a client to read an answer.
-    `memory_bytes`: of all bodies together that are being read, or whose requests have no result.
+    `memory_bytes`: of all bodies together that are being read, or whose requests have no result, and of
+    answers that clients read slowly.
     `chunks`: of a body in `Transfer-Encoding: chunked`.
     `rows`: requests in one call of `infer_many`.
     """
@@ -41,7 +42,7 @@ class Limits(NamedTuple):
 
 
 class BodyMemory:
-    """Counts the bytes of all bodies that are held."""
+    """Counts the bytes of all bodies and answers that are held."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -56,6 +57,10 @@ class BodyMemory:
                 "again",
                 headers=RETRY_AFTER,
             )
+        self.held_bytes += size
+
+    def hold(self, size: int) -> None:
+        """Add to the bytes in memory, which are there already: from their limit on, no more are taken."""
         self.held_bytes += size
 
     def release(self, size: int) -> None:

@@ -72,7 +72,7 @@ class GatewayMetrics(CommonMetrics):
             )
             yield GaugeMetricFamily(
                 "carpool_gateway_body_bytes",
-                "Bytes of bodies that are read, or whose requests have no result",
+                "Bytes of bodies that are read, or whose requests have no result, and of answers read slowly",
                 value=self.server.memory.held_bytes,
             )
 

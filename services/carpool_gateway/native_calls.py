@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from carpool.client.producer import Producer
 from carpool_gateway.answers import JSON_HEADER, HttpError
+from carpool_gateway.credentials import Key
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.inference import Inference
 from carpool_gateway.kept import IDEMPOTENCY, KeptRequests, is_later
-from carpool_gateway.keys import Key
 from carpool_gateway.native.options import wants_stream
 from carpool_gateway.streaming import Streaming
 
@@ -18,7 +19,7 @@ class NativeCalls:
     """Accepts the requests of `/carpool/v1`. Raises HttpError and CarpoolErrors."""
 
     def __init__(
-        self, producer: Producer, inference: Inference, streaming: Streaming, kept: KeptRequests
+        self, *, producer: Producer, inference: Inference, streaming: Streaming, kept: KeptRequests
     ) -> None:
         self._producer = producer
         self._inference = inference
@@ -28,36 +29,33 @@ class NativeCalls:
     def infer(self, exchange: Exchange, key: Key) -> Handler:
         """One request: its result, a stream of chunks, or where the result will be."""
         later, is_once = is_later(exchange), IDEMPOTENCY in exchange.headers
-        exchange.extra = self._inference.accept(exchange, key, is_later=later)
+        asked = self._inference.accept(exchange, key, is_later=later)
         if wants_stream(exchange.headers):
             _check_not_kept(is_kept=later or is_once)
             exchange.route = "stream"
-            return self._streaming.infer
-        return self._kept.infer if later or is_once else self._inference.infer
+            return partial(self._streaming.infer, asked, key)
+        return partial((self._kept if later or is_once else self._inference).infer, asked, key)
 
     def infer_many(self, exchange: Exchange, key: Key) -> Handler:
         """A request for each line of the body."""
         _check_not_kept(is_kept=is_later(exchange) or IDEMPOTENCY in exchange.headers)
-        exchange.extra = self._inference.accept(exchange, key)
-        return self._inference.infer_many
+        asked = self._inference.accept(exchange, key)
+        return partial(self._inference.infer_many, asked, key)
 
     def kept_result(self, exchange: Exchange, key: Key) -> Handler:
         """The result of a request that was sent before."""
-        exchange.extra = key
-        return self._kept.get
+        return partial(self._kept.get, key)
 
     def withdraw(self, exchange: Exchange, key: Key) -> Handler:
         """Withdraw a request that was sent before."""
-        exchange.extra = key
-        return self._kept.withdraw
+        return partial(self._kept.withdraw, key)
 
     def models(self, exchange: Exchange, key: Key) -> Handler:
         """The names of the models that the key may use."""
-        exchange.extra = key
-        return self._answer_models
+        return partial(self._answer_models, key)
 
-    async def _answer_models(self, exchange: Exchange) -> None:
-        names = [name for name in await self._producer.models() if exchange.extra.is_for(name)]
+    async def _answer_models(self, key: Key, exchange: Exchange) -> None:
+        names = [name for name in await self._producer.models() if key.is_for(name)]
         exchange.respond(200, JSON_HEADER, json.dumps({"models": names}).encode() + b"\n")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.options import RequestOptions, read_options
@@ -22,12 +22,12 @@ from carpool.errors import OK, CarpoolError, InternalError, InvalidArgumentError
 from carpool.messages.results import ResultColumns
 from carpool.rows import Rows
 from carpool.wire.statistics import ModelStatistics
-from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError, http_error_of
+from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.compression import COMPRESSED_BYTES_MIN, chosen_coding, compress
+from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.inference import check_encoding, decompress
-from carpool_gateway.keys import Key, now_s
 from carpool_gateway.limits import Limits
 from carpool_gateway.native.options import options_of
 from carpool_gateway.oip import documents
@@ -36,7 +36,7 @@ from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import Plan
 from carpool_gateway.oip.prepared import Prepared, Preparer
 from carpool_gateway.oip.requests import HEADER_LENGTH, InferRequest
-from carpool_gateway.oip.results import RowResult
+from carpool_gateway.oip.responses import RowResult
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
 _BINARY_HEADERS: Final = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
@@ -49,11 +49,19 @@ _Read = TypeVar("_Read")
 _ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
 
 
+class _Asked(NamedTuple):
+    """Who asks, and for what in headers."""
+
+    key: Key
+    options: RequestOptions
+
+
 class OpenInference:
     """Answers exchanges of this protocol."""
 
     def __init__(
         self,
+        *,
         producer: Producer,
         catalog: Catalog,
         limits: Limits,
@@ -88,42 +96,41 @@ class OpenInference:
 
     async def model_ready(self, exchange: Exchange) -> None:
         """Whether a model can be used. Raises HttpError if it cannot."""
-        _check_version(exchange)
+        await self._model(exchange)
         if not await self._catalog.is_ready(exchange.model):
             raise HttpError(503, f"no worker serves the model {exchange.model!r} now", headers=RETRY_AFTER)
         exchange.respond(200, JSON_HEADER, documents.model_ready(exchange.model))
 
     async def _model(self, exchange: Exchange) -> OfferedModel:
-        _check_version(exchange)
-        return await self._catalog.model(exchange.model)
+        model = await self._catalog.model(exchange.model)
+        _check_version(exchange, model)
+        return model
 
     # --- statistics, and the repository --------------------------------------------------------------------
 
     async def model_statistics(self, exchange: Exchange) -> None:
         """What became of the requests of a model."""
-        _check_version(exchange)
+        await self._model(exchange)
         found = {exchange.model: await self._catalog.statistics(exchange.model)}
         exchange.respond(200, JSON_HEADER, documents.model_statistics(found))
 
     def all_statistics(self, exchange: Exchange, key: Key) -> Handler:
         """The same of all models that the key is for."""
-        exchange.extra = key
-        return self._answer_all_statistics
+        return partial(self._answer_all_statistics, key)
 
-    async def _answer_all_statistics(self, exchange: Exchange) -> None:
-        found = await self._of_each(exchange.extra, self._statistics_if_registered)
+    async def _answer_all_statistics(self, key: Key, exchange: Exchange) -> None:
+        found = await self._of_each(key, self._statistics_if_registered)
         exchange.respond(200, JSON_HEADER, documents.model_statistics(dict(found)))
 
     def repository_index(self, exchange: Exchange, key: Key) -> Handler:
         """The states of all models that the key is for. Raises HttpError."""
         check_encoding(exchange)
-        exchange.extra = key
-        return self._answer_index
+        return partial(self._answer_index, key)
 
-    async def _answer_index(self, exchange: Exchange) -> None:
+    async def _answer_index(self, key: Key, exchange: Exchange) -> None:
         await decompress(exchange, self._limits)
         ready_only = documents.decode_index_request(exchange.body)
-        entries = await self._of_each(exchange.extra, self._catalog.index_entry)
+        entries = await self._of_each(key, self._catalog.index_entry)
         exchange.respond(200, JSON_HEADER, documents.repository_index(entries, ready_only=ready_only))
 
     async def _of_each(
@@ -148,39 +155,41 @@ class OpenInference:
     def accept(self, exchange: Exchange, key: Key) -> Handler:
         """Check what the headers say, before the body is read; return the handler. Raises HttpError and
         CarpoolErrors."""
-        _check_version(exchange)
         check_encoding(exchange)
         # Some clients send headers of their own names; these have the meaning that they have everywhere.
         options = options_of(exchange.headers, reads_accept=False)
         key.set_tenant(options)
-        exchange.extra = (key, options)
-        return self._infer
+        return partial(self._infer, _Asked(key, options))
 
-    def _infer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+    def _infer(self, asked: _Asked, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
         """Send the rows; answer with their outputs."""
         model = self._catalog.known(exchange.model)
         channel = self._producer.channels.get(exchange.model)
         length = exchange.headers.get(_LENGTH)
         is_plain = b"content-encoding" not in exchange.headers and not _is_large(exchange.body, length)
         if model is None or channel is None or not is_plain:
-            return self._prepare(exchange)
-        self._send(exchange, channel, *self._preparer.prepare(model, exchange.body, length))
+            return self._prepare(asked, exchange)
+        _check_version(exchange, model)
+        self._send(asked, exchange, channel, *self._preparer.prepare(model, exchange.body, length))
         return None
 
-    async def _prepare(self, exchange: Exchange) -> None:
+    async def _prepare(self, asked: _Asked, exchange: Exchange) -> None:
         await decompress(exchange, self._limits)
-        model = await self._catalog.model(exchange.model)
-        try:
-            channel = await self._producer.open_channel(exchange.model, self._default_timeout_s)
-        except NotFoundError:
-            raise documents.unknown_model(exchange.model) from None
+        model = await self._model(exchange)
+        channel = self._producer.channels.get(exchange.model) or await self._open_channel(exchange.model)
         if exchange.is_gone:
             return
         body, length = exchange.body, exchange.headers.get(_LENGTH)
         read = partial(self._preparer.prepare, model, body, length)
         prepared, bodies = await self.compute(read) if _is_large(body, length) else read()
         if not exchange.is_gone:
-            self._send(exchange, channel, prepared, bodies)
+            self._send(asked, exchange, channel, prepared, bodies)
+
+    async def _open_channel(self, name: str) -> Channel:
+        try:
+            return await self._producer.open_channel(name, self._default_timeout_s)
+        except NotFoundError:
+            raise documents.unknown_model(name) from None
 
     async def compute(self, work: Callable[[], _T]) -> _T:
         """The result of what takes long, from the other thread."""
@@ -193,12 +202,17 @@ class OpenInference:
         task.add_done_callback(self._tasks.discard)
 
     def _send(
-        self, exchange: Exchange, channel: Channel, prepared: Prepared, bodies: Rows | list[bytes]
+        self,
+        asked: _Asked,
+        exchange: Exchange,
+        channel: Channel,
+        prepared: Prepared,
+        bodies: Rows | list[bytes],
     ) -> None:
-        key, options = exchange.extra
-        key.count(max(1, len(bodies)), now_s())
-        timeout_s, fields = self._options(options, prepared.request, prepared.plan)
-        rows = _Rows(exchange, prepared, len(bodies), self)
+        count = len(bodies)
+        asked.key.count(count or 1, now_s())
+        timeout_s, fields = self._options(asked.options, prepared.request, prepared.plan)
+        rows = _Rows(exchange, prepared, count, self)
         try:
             self._add(channel, prepared.plan.content_type, bodies, fields, timeout_s, rows)
         except BaseException:
@@ -220,18 +234,19 @@ class OpenInference:
         """Add each row to an entry."""
         packer = self._producer.packer
         if not isinstance(bodies, Rows):
-            for body, target in zip(bodies, rows.targets, strict=True):
-                encoded = Encoded(content_type, b"", body)
-                rows.names.append(packer.add(channel, encoded, fields, timeout_s, self._sink, target))
+            for element, target in zip(bodies, rows.targets, strict=True):
+                body = (content_type, b"", element)
+                rows.names.append(packer.add(channel, body, fields, timeout_s, self._sink, target))
             return
         head, data, width = bodies.head, bodies.data, bodies.width
-        if len(bodies) < _ENTRY_ROWS_MIN:
+        count = len(rows.targets)
+        if count < _ENTRY_ROWS_MIN:
             for at, target in enumerate(rows.targets):
-                encoded = Encoded(content_type, head, bytes(data[at * width : (at + 1) * width]))
-                rows.names.append(packer.add(channel, encoded, fields, timeout_s, self._sink, target))
+                body = (content_type, head, bytes(data[at * width : (at + 1) * width]))
+                rows.names.append(packer.add(channel, body, fields, timeout_s, self._sink, target))
             return
         step = channel.rows_max(len(head) + width)
-        for start in range(0, len(bodies), step):
+        for start in range(0, count, step):
             targets = rows.targets[start : start + step]
             part = bytes(data[start * width : (start + len(targets)) * width])
             encoded = Encoded(content_type, head, part)
@@ -263,11 +278,11 @@ class OpenInference:
         self._producer.packer.withdraw(name, target)
 
 
-def _check_version(exchange: Exchange) -> None:
+def _check_version(exchange: Exchange, model: OfferedModel) -> None:
     """Raise NotFoundError if the path names a version that the model does not have."""
     version = exchange.parameters.get("version")
     if version is not None:
-        documents.check_version(exchange.model, version)
+        documents.check_version(exchange.model, version, model.version)
 
 
 def _is_large(body: bytes, length: bytes | None) -> bool:
@@ -299,7 +314,9 @@ class _Rows:
         self._exchange = exchange
         self._prepared = prepared
         self._owner = owner
-        self.targets: list[_Target] = [(self, at) for at in range(count)]
+        self.targets: list[_Target] = [
+            (self, at) for at in range(count)
+        ]  # none once it is over: see `_close`
         self.names: list[str] = []  # correlation IDs of those that were sent
         self._results: list[RowResult | None] = [None] * count
         self._missing = count
@@ -312,7 +329,7 @@ class _Rows:
         self._results[at] = result
         self._missing -= 1
         if result.status != OK:
-            self._end(at)
+            self._end(at, result)
         elif not self._missing:
             self.finish()
 
@@ -320,10 +337,8 @@ class _Rows:
         """There will be no result of a row."""
         self.put(at, RowResult(error.status, detail=error.detail))
 
-    def _end(self, failed: int) -> None:
+    def _end(self, failed: int, result: RowResult) -> None:
         """Answer with the error of a row, and withdraw the others."""
-        result = self._results[failed]
-        assert result is not None
         if len(self.targets) > 1:
             result = result._replace(detail=f"row {failed}: {result.detail}")
         self.withdraw()
@@ -331,39 +346,42 @@ class _Rows:
 
     def finish(self) -> None:
         """All results are here: answer with their outputs."""
-        self._is_over = True
-        self._respond(self._results)
+        self._close()
+        self._respond(cast(list[RowResult], self._results))
 
-    def _respond(self, results: Sequence[RowResult | None]) -> None:
+    def _respond(self, results: Sequence[RowResult]) -> None:
         exchange, prepared = self._exchange, self._prepared
-        found = [one for one in results if one is not None]
-        coding = chosen_coding(exchange.headers.get(b"accept-encoding", b""))
-        if _is_long(prepared.plan, found, coding):
-            self._owner.start(self._respond_later(partial(_response_of, prepared, found, coding)))
+        accepted = exchange.headers.get(b"accept-encoding")
+        coding = chosen_coding(accepted) if accepted is not None else ""
+        if _is_long(prepared.plan, results, coding):
+            self._owner.start(self._respond_later(partial(_response_of, prepared, results, coding)))
             return
         try:
-            answer = _response_of(prepared, found, coding)
-        except CarpoolError as error:
-            exchange.fail(http_error_of(error))
+            answer = _response_of(prepared, results, coding)
+        except Exception as error:
+            exchange.fail_with(error)
         else:
             exchange.respond(200, *answer)
 
     async def _respond_later(self, work: Callable[[], tuple[bytes, bytes]]) -> None:
         try:
             answer = await self._owner.compute(work)
-        except CarpoolError as error:
-            self._exchange.fail(http_error_of(error))
-        except Exception:
-            self._exchange.fail(HttpError(500, "the gateway failed; its log says more"))
-            raise
+        except Exception as error:
+            self._exchange.fail_with(error)
         else:
             self._exchange.respond(200, *answer)
 
     def withdraw(self) -> None:
         """Withdraw what has no result."""
-        self._is_over = True
-        for name, target in zip(self.names, self.targets, strict=False):  # not all may be sent
+        for name, target in zip(self.names, self._close(), strict=False):  # not all may be sent
             self._owner.withdraw(name, target)
+
+    def _close(self) -> list[_Target]:
+        """It is over. Returns the targets, which lead back here: such cycles would be left to the garbage
+        collector, which runs rarely, and then holds up all requests."""
+        self._is_over = True
+        targets, self.targets = self.targets, []
+        return targets
 
     def withdraw_for(self, _: Exchange) -> None:
         """The client has gone."""

@@ -12,9 +12,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from carpool.keys import MODEL_NAME
-from carpool_gateway.keys import METRICS
-from carpool_gateway.oip.models import VERSION
+from carpool.keys import MODEL_NAME, MODEL_VERSION
+from carpool_gateway.credentials import METRICS
 from carpool_gateway.routes import NO_SCOPE, Route
 from carpool_gateway.schemas import (
     Accepted,
@@ -81,7 +80,7 @@ CONTENTS: Final[Mapping[tuple[str, str], Content]] = {
 }
 _PARAMETERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "model": {"type": "string", "pattern": f"^{MODEL_NAME.pattern}$"},
-    "version": {"type": "string", "enum": [VERSION]},
+    "version": {"type": "string", "pattern": f"^{MODEL_VERSION.pattern}$"},
     "name": {"type": "string"},
 }
 _SECURITY: Final[Sequence[Mapping[str, Sequence[str]]]] = [{"bearer": []}, {"key": []}]

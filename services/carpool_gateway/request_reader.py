@@ -131,7 +131,7 @@ class RequestReader:
         except HttpError as error:
             if not _can_drop_body(exchange):
                 raise
-            exchange.error = error
+            exchange.error = error.with_traceback(None)  # which leads to the exchange: a cycle
         else:
             if b"expect" in exchange.headers:
                 self._receiver.ask_for_body()

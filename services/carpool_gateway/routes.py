@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 from carpool.keys import MODEL_NAME
 from carpool_gateway.answers import HttpError
+from carpool_gateway.credentials import Key
 from carpool_gateway.exchange import Exchange, Handler
-from carpool_gateway.keys import Key
 
 NO_SCOPE: Final = ""  # of a route for which no key is needed
 _PATHS_REMEMBERED: Final = 256  # of at most 32 KiB each

@@ -6,21 +6,27 @@
   for the client to read. They are checked together, four times a second, so a request pays nothing for them.
 - `App.accept` gets a request when its headers are complete. What it refuses is refused before its body is
   read or asked for (`Expect: 100-continue`). A small body is read and dropped: the connection is used again.
-- Requests of one connection are handled one after the other. Those that a client sends ahead are parsed and
-  wait; there are not many, because nothing more is read meanwhile.
+- Requests of one connection are handled one after the other, and each once the client has read enough of the
+  answers before. Those that it sends ahead are parsed and wait; there are not many, because nothing more is
+  read meanwhile. What of an answer the client has not read counts as a body that is held.
 - A client that closes the connection has gone: `Exchange.on_gone` tells the handler. One that closes only
   its half of it, as `nc -N` does, is answered. TCP tells the two apart only once something is written, so an
   interim response is: a closed connection refuses it.
 - After an answer that ends the connection before all was read, what still comes is read and dropped for a
   moment. Otherwise TCP would reset the connection, and the client might lose the answer.
 
-Why: docs/decisions/0090, docs/decisions/0094.
+Why: docs/decisions/0090, docs/decisions/0094, docs/decisions/0099.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import select
+import socket
+import struct
+import sys
 from collections import deque
 from collections.abc import Coroutine
 from email.utils import formatdate
@@ -29,9 +35,8 @@ from typing import Any, Final, Protocol, cast
 
 import structlog
 
-from carpool.errors import CarpoolError
 from carpool.shown import trace_of
-from carpool_gateway.answers import RETRY_AFTER, STATUS_LINES, HttpError, http_error_of
+from carpool_gateway.answers import RETRY_AFTER, STATUS_LINES, HttpError
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import BodyMemory, Limits
 from carpool_gateway.request_reader import BODY, ENDED, HEAD, IDLE, RequestReader
@@ -39,6 +44,7 @@ from carpool_gateway.request_reader import BODY, ENDED, HEAD, IDLE, RequestReade
 SWEEP_S: Final = 0.25  # how often deadlines are looked at
 LINGER_S: Final = 2.0  # for a client to take the last answer
 DRAIN_IDLE_S: Final = 1.0  # for connections between two requests, when the server drains
+ACCEPT_S: Final = 0.05  # for handshakes under way to end, before the server accepts no more
 AHEAD_MAX: Final = 8  # requests that were sent ahead, until nothing more is read
 JOINED_BYTES_MAX: Final = 64 * 1024  # an answer up to this size is written in one piece
 
@@ -94,17 +100,24 @@ class Server:
         """Answer what has begun, end all connections, and accept no more. Returns whether all was answered.
 
         Answers end their connections from now on. A connection between two requests may have one on its way,
-        and so may one that is not accepted yet: they have DRAIN_IDLE_S.
+        and so may one that is not accepted yet: they have DRAIN_IDLE_S. No connection is reset that a client
+        has opened by then.
         """
         self.is_draining = True
-        self._emptied = self.loop.create_future()
         deadline_s = self.loop.time() + DRAIN_IDLE_S
         for connection in self.connections:
             connection.on_drain(deadline_s)
         await asyncio.sleep(min(DRAIN_IDLE_S, timeout_s))
         assert self._listener is not None
+        try:
+            for listening in self._listener.sockets:
+                _ignore_handshakes(listening.fileno())
+        except OSError as error:  # not every sandbox has filters of sockets
+            self.log.warning("connections that are opened now may be reset", reason=str(error))
+        await asyncio.sleep(min(ACCEPT_S, timeout_s))
         self._listener.close()
         if self.connections:
+            self._emptied = self.loop.create_future()  # before, others could come after the last one
             await asyncio.wait([self._emptied], timeout=timeout_s)
         all_answered = not self.in_flight
         for connection in list(self.connections):
@@ -119,9 +132,9 @@ class Server:
         if not self.connections and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
 
-    def failure(self, error: BaseException) -> HttpError:
+    def failure(self, error: Exception, request_id: str) -> HttpError:
         """Log a mistake of the gateway's own, without its text, which may quote a body."""
-        self.log.error("request failed", exception=trace_of(error))
+        self.log.error("request failed", request=request_id, exception=trace_of(error))
         return HttpError(500, "the gateway failed; its log says more")
 
     def _sweep(self) -> None:
@@ -147,6 +160,7 @@ class Connection(asyncio.Protocol):
         self._is_half_closed = False  # the client sends nothing more
         self._answer_deadline_s = inf  # while an answer is made
         self._writable: asyncio.Future[None] | None = None  # set while the client reads too slowly
+        self._unread_bytes = 0  # of answers, then
         self._tasks: set[asyncio.Task[None]] = set()
         self.deadline_s = inf
 
@@ -154,6 +168,11 @@ class Connection(asyncio.Protocol):
     def in_flight(self) -> int:
         """Requests whose headers are complete and that are not answered."""
         return len(self._ahead) + (self._current is not None) + (self._reader.phase is BODY)
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether no request is handled, and the client has read the answers."""
+        return self._current is None and self._writable is None
 
     @property
     def is_draining(self) -> bool:
@@ -177,7 +196,8 @@ class Connection(asyncio.Protocol):
         except HttpError as error:
             self._end_with(error)
         except Exception as error:
-            self._end_with(self.server.failure(error))
+            incoming = self._reader.incoming
+            self._end_with(self.failure(error, incoming.request_id if incoming is not None else ""))
 
     def eof_received(self) -> bool:
         """Returns whether asyncio is to keep the transport open: there are answers to write."""
@@ -189,7 +209,9 @@ class Connection(asyncio.Protocol):
         if last is None:
             return False
         self._is_half_closed = last.is_last = True
-        self.deadline_s = self._answer_deadline_s = self.server.loop.time()  # look whether all is closed
+        self._answer_deadline_s = self.server.loop.time()  # look whether all is closed
+        if self._writable is None:
+            self.deadline_s = self._answer_deadline_s
         current = self._current
         if current is not None and current.takes_parts and not current.is_chunked:
             self._transport.write(_CONTINUE)  # HTTP/1.0 has no interim response
@@ -207,34 +229,41 @@ class Connection(asyncio.Protocol):
             exchange.is_gone = True
             if exchange.on_gone is not None:
                 exchange.on_gone(exchange)
+                exchange.on_gone = None
             self.release(exchange)
             self.server.app.on_done(exchange)
 
     def pause_writing(self) -> None:
         self._writable = self.server.loop.create_future()
         self.deadline_s = self.server.loop.time() + self._limits.write_s
+        self._unread_bytes = self._transport.get_write_buffer_size()
+        self.server.memory.hold(self._unread_bytes)
 
     def resume_writing(self) -> None:
-        if self._writable is not None:
-            writable, self._writable = self._writable, None
-            writable.set_result(None)
-            if self._current is not None:
-                self.deadline_s = self._answer_deadline_s
-            elif self._reader.phase is ENDED:
-                self.deadline_s = self.server.loop.time() + LINGER_S
-            elif self._reader.phase is IDLE:
-                self._set_idle_deadline()
+        if self._writable is None:
+            return
+        writable, self._writable = self._writable, None
+        writable.set_result(None)
+        self.server.memory.release(self._unread_bytes)
+        if self._current is not None:
+            self.deadline_s = self._answer_deadline_s
+        elif self._ahead:
+            self._advance_soon()
+        elif self._reader.phase is ENDED:
+            self.deadline_s = self.server.loop.time() + LINGER_S
+        else:
+            self._set_idle_deadline()
 
     # --- called by the reader of requests ------------------------------------------------------------------
 
     def on_begin(self) -> None:
         """The first byte of a request has come."""
-        if self._current is None:
+        if self._is_free:
             self.deadline_s = self.server.loop.time() + self._limits.head_s
 
     def on_head(self, exchange: Exchange) -> None:
         """The headers of a request are complete. Raises HttpError if it is refused."""
-        if self._current is None:
+        if self._is_free:
             self.deadline_s = self.server.loop.time() + self._limits.body_s
         if not exchange.request_id:
             exchange.request_id = self.server.next_request_id()
@@ -249,7 +278,7 @@ class Connection(asyncio.Protocol):
 
     def on_request(self, exchange: Exchange) -> None:
         """A request is complete. Handle it, once those before it are answered."""
-        if self._current is not None:
+        if self._current is not None or self._writable is not None:
             self._ahead.append(exchange)
             if len(self._ahead) >= AHEAD_MAX and not self._is_reading_paused:
                 self._is_reading_paused = True
@@ -265,7 +294,7 @@ class Connection(asyncio.Protocol):
         try:
             coroutine = handler(exchange)
         except Exception as error:
-            self._fail_with(exchange, error)
+            exchange.fail_with(error)
             return
         if coroutine is not None:
             task = self.server.loop.create_task(self._run(exchange, coroutine))
@@ -276,15 +305,11 @@ class Connection(asyncio.Protocol):
         try:
             await coroutine
         except Exception as error:
-            self._fail_with(exchange, error)
+            exchange.fail_with(error)
 
-    def _fail_with(self, exchange: Exchange, error: Exception) -> None:
-        """A handler raised: answer with its HttpError or CarpoolError, or that the gateway failed."""
-        if isinstance(error, CarpoolError):
-            error = http_error_of(error)
-        elif not isinstance(error, HttpError):
-            error = self.server.failure(error)
-        exchange.fail(error)
+    def failure(self, error: Exception, request_id: str) -> HttpError:
+        """The answer to a request at which the gateway failed; see Server.failure."""
+        return self.server.failure(error, request_id)
 
     def _on_answered(self, exchange: Exchange) -> None:
         """The answer was given to the transport: go on with the next request."""
@@ -294,17 +319,22 @@ class Connection(asyncio.Protocol):
         if exchange.is_last:
             self._end()
             return
-        if not self._ahead:
-            if self._writable is None:
+        if self._writable is None:
+            if self._ahead:
+                self._advance_soon()
+            else:
                 self._set_idle_deadline()
-        elif not self._is_advancing:  # not here: handlers that answer at once would call each other
+
+    def _advance_soon(self) -> None:
+        """Handle what was sent ahead: not at once, because handlers that answer at once would call each
+        other."""
+        if not self._is_advancing:
             self._is_advancing = True
             self.server.loop.call_soon(self._advance)
 
     def _advance(self) -> None:
-        """Handle what was sent ahead."""
         self._is_advancing = False
-        while self._ahead and self._current is None:
+        while self._ahead and self._is_free:
             self.on_request(self._ahead.popleft())
         if self._is_reading_paused and len(self._ahead) < AHEAD_MAX and not self._transport.is_closing():
             self._is_reading_paused = False
@@ -403,7 +433,7 @@ class Connection(asyncio.Protocol):
 
     def on_drain(self, deadline_s: float) -> None:
         """The server drains: wait for no further request but one that may be on its way."""
-        if self._reader.phase is IDLE and self._current is None:
+        if self._reader.phase is IDLE and self._is_free:
             self.deadline_s = min(self.deadline_s, deadline_s)
 
     def on_deadline(self) -> None:
@@ -425,6 +455,32 @@ class Connection(asyncio.Protocol):
         """End the connection at once."""
         self.deadline_s = inf
         self._transport.abort()
+
+
+def _ignore_handshakes(listening: int) -> None:
+    """Let Linux drop the first packets of connections to this socket.
+
+    Those that nobody has accepted are reset when a listening socket is closed, also if their client has sent
+    a request already: then it cannot tell whether that is executed. A client whose first packet is dropped
+    sends it again after a second, and is refused.
+    """
+    if sys.platform != "linux":
+        return
+    program = ctypes.create_string_buffer(b"".join([struct.pack("HBBI", *step) for step in _NO_SYN]))
+    with socket.socket(fileno=os.dup(listening)) as of_listener:
+        pointer = struct.pack("HP", len(_NO_SYN), ctypes.addressof(program))
+        of_listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer)
+
+
+_SO_ATTACH_FILTER: Final = 26
+# A filter in BPF, which sees a packet from its TCP header on. It drops those with SYN and without ACK.
+_NO_SYN: Final = (
+    (0x30, 0, 0, 13),  # load the byte with the flags
+    (0x54, 0, 0, 0x12),  # keep ACK and SYN
+    (0x15, 0, 1, 0x02),  # unless only SYN is left, go one further
+    (0x06, 0, 0, 0),  # drop it
+    (0x06, 0, 0, 0xFFFFFFFF),  # take all of it
+)
 
 
 def _is_closed(transport: asyncio.Transport) -> bool:

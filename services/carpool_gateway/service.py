@@ -15,15 +15,15 @@ from carpool.errors import CarpoolError
 from carpool.settings import GatewaySettings
 from carpool_gateway.app import Gateway, routes_of
 from carpool_gateway.catalog import Catalog
+from carpool_gateway.credentials import KeyRing, is_loopback
 from carpool_gateway.inference import Inference
 from carpool_gateway.kept import KeptRequests
-from carpool_gateway.keys import KeyRing, is_loopback
 from carpool_gateway.limits import Limits
-from carpool_gateway.links import Links
 from carpool_gateway.meter import GatewayMetrics
 from carpool_gateway.native_calls import NativeCalls
 from carpool_gateway.open_inference import OpenInference
 from carpool_gateway.probes import Probes
+from carpool_gateway.redis_calls import RedisCalls
 from carpool_gateway.routes import Router
 from carpool_gateway.server import Server
 from carpool_gateway.streaming import Streaming
@@ -58,22 +58,25 @@ class GatewayService:
         )
         default_timeout_s = min(settings.request_timeout_s, settings.request_timeout_s_max)
         self._producer = Producer(settings.redis_url, settings.prefix, default_timeout_s, "none")
-        self._links = Links(settings.redis_url)
-        catalog = Catalog(self._links, settings.prefix)
+        self._calls = RedisCalls(settings.redis_url)
+        catalog = Catalog(self._calls, settings.prefix)
         native = NativeCalls(
-            self._producer,
-            Inference(self._producer, limits, default_timeout_s),
-            Streaming(self._producer, limits),
-            KeptRequests(self._producer, catalog, self._links, limits),
+            producer=self._producer,
+            inference=Inference(self._producer, limits, default_timeout_s),
+            streaming=Streaming(self._producer, limits),
+            kept=KeptRequests(self._producer, catalog, self._calls, limits),
         )
         open_inference = OpenInference(
-            self._producer, catalog, limits, default_timeout_s, settings.server_name
+            producer=self._producer,
+            catalog=catalog,
+            limits=limits,
+            default_timeout_s=default_timeout_s,
+            server_name=settings.server_name,
         )
-        routes = routes_of(native, open_inference, Probes(self, metrics))
         gateway = Gateway(
-            Router([*routes]),
-            self._keys,
-            metrics,
+            router=Router(routes_of(native, open_inference, Probes(self, metrics))),
+            keys=self._keys,
+            metrics=metrics,
             logs_all=settings.access_log,
             logs_debug=settings.log_level == "debug",
         )
@@ -98,7 +101,7 @@ class GatewayService:
         await asyncio.sleep(0)  # connections that were ended withdraw their requests
         for task in self._tasks:
             task.cancel()
-        self._links.close()
+        self._calls.close()
         await self._producer.close()
         return all_answered
 

@@ -25,10 +25,11 @@ from carpool.errors import CarpoolError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Chunk
 from carpool_gateway.answers import http_error_of
+from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.inference import Asked, cancel, decompress, find
-from carpool_gateway.keys import now_s
+from carpool_gateway.inference import cancel, decompress, find
 from carpool_gateway.limits import Limits
+from carpool_gateway.native.options import Asked
 from carpool_gateway.native.results import error_line
 
 _HEADERS: Final = b"content-type: text/event-stream\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -44,10 +45,9 @@ class Streaming:
         self._limits = limits
         self._sink = EnvelopeStreamSink()
 
-    async def infer(self, exchange: Exchange) -> None:
+    async def infer(self, asked: Asked, key: Key, exchange: Exchange) -> None:
         """Send the body; answer with an event for each chunk. Raises CarpoolErrors before the first event."""
-        asked: Asked = exchange.extra
-        asked.key.count(1, now_s())
+        key.count(1, now_s())
         await decompress(exchange, self._limits)
         channel, timeout_s = await find(self._producer, asked)
         task, packer = asyncio.current_task(), self._producer.packer
@@ -119,5 +119,6 @@ def _last_event(stream: AsyncStream, chunks: int) -> bytes:
         "queue_us": reply.queue_us,
         "compute_us": reply.compute_us,
         "first_us": reply.first_us,
+        **({"version": reply.version} if reply.version else {}),
     }
     return b"event: result\ndata: %b\n\n" % json.dumps(figures, separators=(",", ":")).encode()

@@ -24,7 +24,9 @@ from carpool.client.options import DEFAULT_TIMEOUT_S, checked_timeout_s
 from carpool.client.producer import Producer
 from carpool.client.sequences import BlockingSequence
 from carpool.client.sync import Client, _ClientThread, _ThreadClient
+from carpool_testing.models import Models
 from carpool_testing.transport import LocalProducer
+from carpool_testing.waiting_engine import LocalSender
 
 T = TypeVar("T")
 
@@ -37,33 +39,47 @@ class LocalAsyncClient(AsyncClient):
 
     `models`: classes, functions or objects, by the names under which they are called. They are loaded here
     (`device` is given to their `load`), and unloaded when this is closed. A model runs in the event loop's
-    thread, which waits for it. `timeout`: as of AsyncClient.
+    thread, which waits for it; one that calls others, and is not async, in a thread of its own. `parameters`:
+    of models that declare some, by the names of both: {"shout": {"loudness": 11}}. `timeout`: as of
+    AsyncClient.
 
     Raises ValueError for a model that a worker would refuse, and what a model raises while it is loaded.
     """
 
     def __init__(
-        self, models: Mapping[str, Any], *, timeout: float | None = DEFAULT_TIMEOUT_S, device: str = "cpu"
+        self,
+        models: Mapping[str, Any],
+        *,
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        device: str = "cpu",
     ) -> None:
-        self._local = partial(LocalProducer, dict(models), device)
+        self._models = Models(dict(models), parameters or {}, device, LocalSender())
         super().__init__(timeout=timeout)
+        self._models.sender.use(self)
 
     def _new_producer(self, url: str | None, prefix: str | None, durability: str) -> Producer:
-        return self._local(self._timeout_s)
+        return LocalProducer(self._models, self._timeout_s)
 
 
 class LocalClient(Client):
     """Client with models in this process. Use it as `with LocalClient({"shout": shout}) as client:`.
 
-    `models`, `timeout` and `device`: as of LocalAsyncClient. A model runs while the program waits for a
+    `models` and options: as of LocalAsyncClient. A model runs while the program waits for a
     result, in the thread that waits. So what is submitted makes progress in `result()` of any future; of
     `concurrent.futures.wait` it does not.
     """
 
     def __init__(
-        self, models: Mapping[str, Any], *, timeout: float | None = DEFAULT_TIMEOUT_S, device: str = "cpu"
+        self,
+        models: Mapping[str, Any],
+        *,
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        device: str = "cpu",
     ) -> None:
-        self._new_thread: Callable[[], _ClientThread] = partial(_LocalThread, dict(models), timeout, device)
+        given = Models(dict(models), parameters or {}, device, LocalSender())
+        self._new_thread: Callable[[], _ClientThread] = partial(_LocalThread, given, timeout)
         self._threads = {os.getpid(): self._new_thread()}
         self._closed = False
 
@@ -97,17 +113,18 @@ class _LocalSequence(BlockingSequence):
 
 
 class _LocalThreadClient(_ThreadClient):
-    def __init__(self, models: Mapping[str, Any], timeout: float | None, device: str) -> None:
-        self._local = partial(LocalProducer, models, device)
-        super().__init__(None, prefix=None, timeout=timeout, durability="none")
+    def __init__(self, models: Models, timeout: float | None) -> None:
+        self._models = models
+        super().__init__(None, prefix=None, timeout=timeout, durability="none", require_worker=False)
+        models.sender.use(self)
 
     def _new_producer(self, url: str | None, prefix: str | None, durability: str) -> Producer:
-        return self._local(self._timeout_s)
+        return LocalProducer(self._models, self._timeout_s)
 
 
 class _LocalThread(_ClientThread):
-    def __init__(self, models: Mapping[str, Any], timeout: float | None, device: str) -> None:
-        super().__init__(None, None, timeout, "none", client=_LocalThreadClient(models, timeout, device))
+    def __init__(self, models: Models, timeout: float | None) -> None:
+        super().__init__(None, None, timeout, "none", False, _LocalThreadClient(models, timeout))
         self._timeout_s = checked_timeout_s(timeout)
         self.thread = CallersLoop(self._on_thread_end)
 

@@ -4,13 +4,15 @@ executor of a worker, joined by function calls.
     entry ──decode──▶ scheduler ──Dispatch──▶ batch ──frames──▶ model ──outcomes──▶ results
 
 What crosses a connection in a stack is encoded and decoded here, too, by the same functions. There is one
-model process, which is this one: it executes one batch at a time, and a batch is settled when it is executed.
+model process, which is this one. Of most models it executes one batch at a time, and a batch is settled when
+it is executed; `waiting_engine` has the others.
 
-Why: docs/decisions/0106.
+Why: docs/decisions/0102.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -28,6 +30,7 @@ from carpool.messages.results import UNANSWERED, Refusal, Result, ResultColumns,
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.messages.settled import BatchSettled
 from carpool.model_settings import ModelKind
+from carpool.parts import Buffer
 from carpool.rows import Rows, StoredBody
 from carpool.store.steps import StepReply, StepWrite
 from carpool.wire.batches import decode_batch, encode_batch
@@ -42,7 +45,6 @@ from carpool_worker.model_process.bound_executor import BoundExecutor
 from carpool_worker.model_process.frame_execution import execute_bound_frame, execute_frame
 from carpool_worker.model_process.frames import OutcomeHeader
 from carpool_worker.model_process.loaded import BoundModel, LoadedModel, SteppingModel, description_of
-from carpool_worker.model_process.model import load_model
 from carpool_worker.model_process.stepping.frames import Admit
 from carpool_worker.model_process.stepping.stepper import Stepper
 from carpool_worker.stepping.execution import StepExecution
@@ -55,6 +57,7 @@ _WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
 _EXPIRED: Final = (DEADLINE_EXCEEDED, "expired: it was dispatched, but not executed by its deadline")
 _LOG: Final = logging.getLogger("carpool.testing")
 
+Executed = tuple[OutcomeHeader, Sequence[Buffer]]  # the outcome of a frame
 Deliver = Callable[[Sequence[bytes]], object]  # takes the fields of an entry of a reply stream
 
 
@@ -63,20 +66,12 @@ def now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-def new_engine(model: Any, keys: Keys, device: str, deliver: Deliver, bodies: Mapping[str, bytes]) -> Engine:
-    """Load a model, of any kind. Raises UnusableError, and what the model raises.
-
-    `deliver` is called with results. `bodies`: what producers stored, by key.
-    """
-    if isinstance(model, str):
-        raise TypeError(f"the model {model!r} is text: give the class, the function or an object itself")
-    loaded = load_model(model, device)
-    if isinstance(loaded, SteppingModel):
-        return _StepEngine(loaded, keys, deliver, bodies)
-    return _BatchEngine(loaded, keys, deliver, bodies)
+def wall_ahead_us() -> int:
+    """What the wall clock shows, less `now_us`: models are told times by it."""
+    return time.time_ns() // 1000 - now_us()
 
 
-def _show(error: BaseException, _concerned: Sequence[int] = ()) -> None:
+def show(error: BaseException, _concerned: Sequence[int] = ()) -> None:
     """The model raised: its traceback is for the author of the test."""
     if isinstance(error, KeyboardInterrupt):
         raise error
@@ -85,7 +80,10 @@ def _show(error: BaseException, _concerned: Sequence[int] = ()) -> None:
 
 
 class Engine(ABC):
-    """Give it entries with `receive`, and call `turn` whenever `is_due`."""
+    """Give it entries with `receive`, and call `turn` when it is due.
+
+    `deliver` is called with results. `bodies`: what producers stored, by key.
+    """
 
     def __init__(
         self, model: LoadedModel | SteppingModel, keys: Keys, deliver: Deliver, bodies: Mapping[str, bytes]
@@ -128,7 +126,7 @@ class Engine(ABC):
     @property
     def due_at_us(self) -> int | None:
         """When the next turn is due, by `now_us`; None: not before something arrives."""
-        if self._has_arrived or self._batches or self._is_stepping:
+        if self._has_arrived or self._can_execute:
             return 0
         return earlier(self._scheduler.wake_at_us(), None)
 
@@ -141,6 +139,10 @@ class Engine(ABC):
             self._answer(cancel, *_WITHDRAWN)
         self._apply(self._scheduler.poll(now_us()), refusals)
         self._advance()
+
+    def cancel(self) -> Sequence[asyncio.Task[None]]:
+        """Execute nothing more. What is to be waited for before `close`, if that is possible."""
+        return ()
 
     def close(self) -> None:
         """Unload the model."""
@@ -222,8 +224,12 @@ class Engine(ABC):
                 execution.executed_together,
                 broken=broken,
                 of_producers=execution.executed_by_producer(),
+                cost=execution.cost,
             )
         )
+        executed = execution.executed_together
+        if executed and (execution.cost or self._scheduler.learned.costs):
+            self._scheduler.observe_cost(batch.lane, executed, execution.cost)
         self._has_arrived = True  # capacity is free
 
     def _answer(self, answered: Expire | Cancel, status: str, detail: str) -> None:
@@ -242,7 +248,7 @@ class Engine(ABC):
 
     def _put_columns(self, groups: Iterable[RunResults]) -> None:
         columns = [
-            ResultColumns(group.correlation_ids, group.content_type, group.bodies, *group[5:8])
+            ResultColumns(group.correlation_ids, group.content_type, group.bodies, *group[5:8], group.version)
             for group in groups
             if isinstance(group.bodies, Rows)
         ]
@@ -252,9 +258,9 @@ class Engine(ABC):
     # --- of the kinds of models ----------------------------------------------------------------------------
 
     @property
-    def _is_stepping(self) -> bool:
-        """Whether there are requests that take another step."""
-        return False
+    def _can_execute(self) -> bool:
+        """Whether `_advance` has anything to do."""
+        return bool(self._batches)
 
     @abstractmethod
     def _advance(self) -> None:
@@ -269,13 +275,13 @@ class Engine(ABC):
         """These sequences of a bound model have ended."""
 
 
-class _BatchEngine(Engine):
+class BatchEngine(Engine):
     """Of a model that executes batches."""
 
     def __init__(self, model: LoadedModel, keys: Keys, deliver: Deliver, bodies: Mapping[str, bytes]) -> None:
         super().__init__(model, keys, deliver, bodies)
         self._model = model
-        self._bound = BoundExecutor(model, _show) if isinstance(model, BoundModel) else None
+        self._bound = BoundExecutor(model, show) if isinstance(model, BoundModel) else None
         self._states: dict[str, bytes] = {}  # by sequence
 
     def close(self) -> None:
@@ -287,28 +293,43 @@ class _BatchEngine(Engine):
     def _advance(self) -> None:
         if not self._batches:
             return
-        execution = self._execution_of(self._batches.popleft())
-        self._load_states(execution)
-        self._codec.prepare(execution, now_us())
+        execution = self._prepared(self._batches.popleft())
         for frame in execution.frames:
             try:
-                header, payload = self._execute(frame)
+                outcome = self._execute(frame)
             except Unhealthy as error:
-                for position in frame.positions:
-                    execution.fail(position, ABORTED, _UNHEALTHY.format(error))
+                self._fail(execution, frame, error)
             else:
-                self._codec.take_outcome(execution, frame, header, payload)
-        self._apply(self._scheduler.poll(now_us()), [])  # deadlines may have passed meanwhile
-        execution.drop(self._expired.get(execution.batch.id, ()))
-        self._commit(execution)
+                self._take_outcome(execution, frame, outcome)
+        self._finish(execution)
 
-    def _execute(self, frame: Frame) -> tuple[OutcomeHeader, bytes]:
+    def _prepared(self, batch: Batch) -> Execution:
+        """A batch that is decoded."""
+        execution = self._execution_of(batch)
+        self._load_states(execution)
+        self._codec.prepare(execution, now_us(), wall_ahead_us())
+        return execution
+
+    def _execute(self, frame: Frame) -> Executed:
         sent = partial(bytearray().join, frame.payload)
         if self._bound is not None:
-            header, payload = execute_bound_frame(self._bound, frame.header, sent())
-        else:
-            header, payload = execute_frame(self._model, frame.header, sent(), sent, _show)
-        return header, b"".join(payload)
+            return execute_bound_frame(self._bound, frame.header, sent())
+        return execute_frame(self._model, frame.header, sent(), sent, show)
+
+    def _take_outcome(self, execution: Execution, frame: Frame, outcome: Executed) -> None:
+        header, payload = outcome
+        self._codec.take_outcome(execution, frame, header, b"".join(payload))
+
+    def _fail(self, execution: Execution, frame: Frame, error: Unhealthy) -> None:
+        """The model says that nothing works any more."""
+        for position in frame.positions:
+            execution.fail(position, ABORTED, _UNHEALTHY.format(error))
+
+    def _finish(self, execution: Execution) -> None:
+        """All frames are executed. Deadlines may have passed meanwhile."""
+        self._apply(self._scheduler.poll(now_us()), [])
+        execution.drop(self._expired.get(execution.batch.id, ()))
+        self._commit(execution)
 
     def _load_states(self, execution: Execution) -> None:
         for position, run in enumerate(execution.batch.runs):  # each run of a sequence is one request
@@ -345,14 +366,14 @@ class _BatchEngine(Engine):
             self._bound.end(sequence_ids)
 
 
-class _StepEngine(Engine):
+class StepEngine(Engine):
     """Of a model that steps."""
 
     def __init__(
         self, model: SteppingModel, keys: Keys, deliver: Deliver, bodies: Mapping[str, bytes]
     ) -> None:
         super().__init__(model, keys, deliver, bodies)
-        self._stepper = Stepper(model, observe=_show)
+        self._stepper = Stepper(model, observe=show)
         self._in_hand = InHand(model.settings, has_tensors=self._codec.has_tensors)
 
     def close(self) -> None:
@@ -361,8 +382,8 @@ class _StepEngine(Engine):
         super().close()
 
     @property
-    def _is_stepping(self) -> bool:
-        return self._stepper.has_next
+    def _can_execute(self) -> bool:
+        return super()._can_execute or self._stepper.has_next
 
     def _advance(self) -> None:
         while self._batches:
@@ -379,8 +400,7 @@ class _StepEngine(Engine):
         if body is None:
             request.result = request.execution.results[0]
             return
-        run = request.run
-        fields = (run.correlation_ids[0], batch.lane, run.extra or {})
+        fields = self._codec.request_fields(request.execution, 0, wall_ahead_us())
         admit = Admit(request.key, body.layouts, fields, batch.cost, request.is_streamed)
         self._stepper.admit(admit, bytearray().join(body.payload))
         request.sent(now_us())

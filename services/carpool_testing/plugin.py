@@ -3,7 +3,7 @@
 pytest imports this module for everybody who has Carpool installed, also where no test uses it. So nothing
 else is imported before a fixture is used.
 
-Why: docs/decisions/0106.
+Why: docs/decisions/0102.
 """
 
 from __future__ import annotations

@@ -8,16 +8,17 @@ loop of the producer, and executes one batch, or takes one step: chunks reach th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from carpool.client.durability import Durability
 from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
-from carpool.client.packing import Packer
+from carpool.client.packing import Packer, weakly
 from carpool.client.producer import Producer
 from carpool.errors import CarpoolError, InvalidArgumentError, UnavailableError
 from carpool.keys import DEFAULT_PREFIX, Keys, models_key
-from carpool_testing.engine import Engine, as_bytes, new_engine, now_us
+from carpool_testing.engine import Engine, as_bytes, now_us
+from carpool_testing.models import Models, new_engine
 
 ADDRESS: Final = "models in this process"
 _URL: Final = "redis://localhost"  # never connected to
@@ -32,8 +33,7 @@ class LocalTransport:
 
     def __init__(
         self,
-        models: Mapping[str, Any],
-        device: str,
+        models: Models,
         on_results: Callable[[Sequence[bytes]], object],
         on_rejected: Callable[[OutgoingEntry, CarpoolError], None],
     ) -> None:
@@ -46,9 +46,11 @@ class LocalTransport:
         self._registered: dict[str, Engine] = {}  # by the key of the registration
         self._processes: set[str] = set()  # the keys of their processes
         try:
-            for name, model in models.items():
+            models.check()
+            for name in models.models:
                 keys = Keys(name)
-                engine = self._engines[name] = new_engine(model, keys, device, on_results, self._bodies)
+                engine = new_engine(name, models, keys, on_results, self._bodies, weakly(self._plan))
+                self._engines[name] = engine
                 self._by_key[keys.requests] = self._registered[keys.registration] = engine
                 self._processes.add(keys.workers)
         except BaseException:
@@ -62,15 +64,21 @@ class LocalTransport:
 
     async def close(self) -> None:
         """Execute nothing more, and unload the models."""
-        self.abandon()
+        if not self._closed:
+            await asyncio.gather(*self._cancel(), return_exceptions=True)
+            self._unload()
 
     def abandon(self) -> None:
-        """As `close`."""
+        """As `close`, without waiting."""
+        if not self._closed:
+            self._cancel()
+            self._unload()
+
+    def _cancel(self) -> list[asyncio.Task[None]]:
+        self._closed = True
         if self._turn is not None:
             self._turn.cancel()
-        if not self._closed:
-            self._closed = True
-            self._unload()
+        return [task for engine in self._engines.values() for task in engine.cancel()]
 
     def disown(self) -> None:
         """This is the child of a fork: its parent goes on with the models."""
@@ -166,9 +174,9 @@ class LocalTransport:
 class LocalProducer(Producer):
     """A producer for models in this process."""
 
-    def __init__(self, models: Mapping[str, Any], device: str, timeout_s: float | None) -> None:
-        self._local_models, self._device = models, device
-        self._unknown = [*models]
+    def __init__(self, models: Models, timeout_s: float | None) -> None:
+        self._local_models = models
+        self._unknown = [*models.models]
         super().__init__(_URL, DEFAULT_PREFIX, timeout_s, "none")
 
     @property
@@ -184,13 +192,13 @@ class LocalProducer(Producer):
             await self.open_channel(model, self.timeout_s)
 
     def _new_packer(self, durability: Durability) -> Packer:
-        return _LocalPacker(self._local_models, self._device, durability)
+        return _LocalPacker(self._local_models, durability)
 
 
 class _LocalPacker(Packer):
-    def __init__(self, models: Mapping[str, Any], device: str, durability: Durability) -> None:
-        self._models, self._device = models, device
+    def __init__(self, models: Models, durability: Durability) -> None:
+        self._models = models
         super().__init__(_URL, models_key(DEFAULT_PREFIX), durability)
 
     def _new_transport(self, url: str, first_key: str, durability: Durability) -> Any:
-        return LocalTransport(self._models, self._device, self.awaited.on_results, self.awaited.fail)
+        return LocalTransport(self._models, self.awaited.on_results, self.awaited.fail)

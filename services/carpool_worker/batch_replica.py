@@ -123,9 +123,15 @@ class BatchReplica(ReplicaLoop[Item]):
             failures = {} if outcome.executed_together else outcome.failures  # it may return exceptions
             self._observe_example(failures)
             return
+        execution = self._execution_of(outcome)
+        if execution is not None:
+            self._take_outcome(execution, outcome, payload)
+
+    def _execution_of(self, outcome: OutcomeHeader) -> Execution | None:
+        """The execution whose frame has this outcome; None if it is not in hand any more."""
         execution = self._executed()
         assert execution is not None  # the process handle compares the numbers of frames and outcomes
-        self._take_outcome(execution, outcome, payload)
+        return execution
 
     def _take_outcome(self, execution: Execution, outcome: OutcomeHeader, payload: Buffer) -> None:
         """The process has executed the first frame of this execution."""

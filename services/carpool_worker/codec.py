@@ -7,7 +7,7 @@ If the model raises, its frame is halved until the failing requests are alone, a
 are late. One producer's failing requests, one in each batch, would so delay those of all others. So requests
 of producers on whose requests the model often raises have frames apart, and delay each other.
 
-Why: docs/decisions/0027, docs/decisions/0028.
+Why: docs/decisions/0027, docs/decisions/0028, docs/decisions/0098.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from carpool.errors import (
     InvalidArgumentError,
 )
 from carpool.messages.batches import BatchedRun
-from carpool.messages.requests import MSGPACK, RAW
+from carpool.messages.requests import JSON, MSGPACK, RAW
 from carpool.parts import Buffer
 from carpool.producer_ratios import ProducerRatios
 from carpool.rows import Rows, StoredBody
@@ -42,8 +42,10 @@ from carpool.wire.tensors import (
     TensorSpec,
     are_bools,
     array_of,
+    bytes_of,
     check_bools,
     converted,
+    is_tensor,
     tensor_head,
     text_of,
     to_be_sent,
@@ -51,13 +53,20 @@ from carpool.wire.tensors import (
 )
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Example, Execution, Frame
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.frames import FrameHeader, Layout, OutcomeHeader, Ready
+from carpool_worker.model_process.frames import (
+    CallerFields,
+    FrameHeader,
+    Layout,
+    OutcomeHeader,
+    Ready,
+    RequestFields,
+)
 
 _NAMES_SHOWN: Final = 10  # of those in a body, in an error
-_TEXT: Final = frozenset({str})
 APART_RATIO_MIN: Final = 0.5  # of a producer's recent frames, these raised: halving costs more than a frame
 EXAMPLE_BYTES_MAX: Final = 16 * 1024 * 1024
 ERROR_CHARS_MAX: Final = 200  # of what operators are shown
+_NO_SEQUENCE: Final = (None, False, False)  # no ID of a sequence, neither its start nor its end
 _OTHER_KIND: Final = (
     "the model was replaced by one that {}, and the request was dispatched before: send it again"
 )
@@ -89,22 +98,30 @@ class Codec:
         self.inputs = ready.inputs
         self.outputs = ready.outputs
         self.has_tensors = bool(ready.inputs or ready.outputs)  # so octet-stream is the bytes of one
+        self._has_bytes = any(_is_bytes(spec) for spec in (*ready.inputs, *ready.outputs))
         self.wants_requests = ready.wants_requests
+        self._wants_callers = ready.wants_callers
         self.batch_size_max: int | None = None  # requests that the model takes at a time; None: any number
+        self._version = ready.version
+        self._has_cost = ready.has_cost
         self._takes_sequences = ready.kind.has_sequences
         self._initial_state = ready.initial_state  # empty: no states of sequences are in Redis
         self._memo = HeadMemo()
         self._result_head = _ResultHead((), 0, {})  # of the last outcome
+        self._wall_ahead_us = 0  # what this host's wall clock shows, less Redis's time
         self._raising = ProducerRatios()  # of recent frames with requests of a producer, those that raised
 
     # --- bodies -> frames ----------------------------------------------------------------------------------
 
-    def prepare(self, execution: Execution, now_us: int) -> None:
+    def prepare(self, execution: Execution, now_us: int, wall_ahead_us: int = 0) -> None:
         """Build the frames of an execution that was just fetched, each of at most `batch_size_max` requests.
 
-        A request that expired or that cannot be decoded gets its result instead. Of a suspect execution
-        nothing is decoded yet (see `prepare_next`).
+        `now_us`: Redis's time. `wall_ahead_us`: what this host's wall clock shows, less that; models are told
+        times by it. A request that expired or that cannot be decoded gets its result instead. Of a suspect
+        execution nothing is decoded yet (see `prepare_next`).
         """
+        self._wall_ahead_us = wall_ahead_us
+        execution.version = self._version
         if execution.is_suspect:
             execution.undecoded.extend(execution.unanswered)
             return
@@ -156,6 +173,7 @@ class Codec:
         """A body decoded. None if its request expired, cannot be decoded or is to be dead-lettered: then that
         gets its result."""
         run, index = execution.locate(position)
+        execution.version = self._version
         if _expired(run, now_us):
             execution.expire(position)
         elif execution.is_given_up(position):
@@ -256,7 +274,7 @@ class Codec:
         layouts: list[Layout] = []
         data: list[bytes] = []
         for spec in inputs:
-            read = _strings if spec.datatype == "BYTES" else _numbers
+            read = _elements if spec.datatype == "BYTES" else _numbers
             shape, item = read(value[spec.name], spec)
             layouts.append((spec.name, spec.datatype, shape))
             data.append(item)
@@ -267,8 +285,11 @@ class Codec:
         return tuple(layouts), data[0]
 
     def _raw_tensor(self, content_type: str, body: bytes) -> tuple[tuple[Layout, ...], bytes]:
-        """An octet-stream body, for a model with one tensor of fixed shape: the tensor's bytes."""
+        """A body of bytes, for a model with one tensor of fixed shape: in octet-stream that tensor's bytes,
+        and in any type the only element of BYTES."""
         spec = self.inputs[0]
+        if len(self.inputs) == 1 and _is_bytes(spec) and {*spec.shape} <= {1}:
+            return ((spec.name, spec.datatype, spec.shape),), _pack([bytes(body)])
         expected_bytes = spec.fixed_bytes
         if content_type != RAW or len(self.inputs) > 1 or expected_bytes is None:
             raise InvalidArgumentError(
@@ -284,22 +305,44 @@ class Codec:
     def _frame(
         self, execution: Execution, layouts: tuple[Layout, ...], positions: list[int], values: list[Any]
     ) -> Frame:
-        fields: list[Any] = []
+        fields: list[RequestFields] = []
         if self.wants_requests:
-            located = [execution.locate(position) for position in positions]
-            lane = execution.batch.lane
-            fields = [(run.correlation_ids[index], lane, run.extra or {}) for run, index in located]
-            if self._takes_sequences:
-                sequences = [run.sequence[:3] for run, _ in located if run.sequence is not None]  # all have
-                fields = [(*request, *sequence) for request, sequence in zip(fields, sequences, strict=True)]
+            fields = [self.request_fields(execution, position) for position in positions]
         deadlines = _deadlines(execution, positions)
         result_bytes_max = execution.batch.max_result_bytes
         header = FrameHeader(positions[0], len(positions), layouts, fields, deadlines, result_bytes_max)
+        if self._has_cost:
+            cost_max = execution.batch.max_batch_cost
+            header = header._replace(cost_max=cost_max, costs=_costs(execution, positions))
+        if self._wants_callers:
+            header = header._replace(callers=[_caller(*execution.locate(position)) for position in positions])
         payload = _payload(layouts, values)
         if self._initial_state:
             states, initial = execution.states, self._initial_state  # those that start have none yet
             payload += [states.get(position, initial) for position in positions]
         return Frame(positions, header, payload)
+
+    def request_fields(
+        self, execution: Execution, position: int, wall_ahead_us: int | None = None
+    ) -> RequestFields:
+        """What the model is told of a request beside its body. `wall_ahead_us`: see `prepare`; None: as it
+        was there."""
+        run, index = execution.locate(position)
+        part = _NO_SEQUENCE if run.sequence is None else run.sequence[:3]
+        ahead_us = self._wall_ahead_us if wall_ahead_us is None else wall_ahead_us
+        return (
+            run.correlation_ids[index],
+            execution.batch.lane,
+            run.extra or {},
+            *part,
+            None,
+            run.content_type,
+            run.priority,
+            run.cost,
+            (run.arrival_us + ahead_us) / 1e6,
+            None if run.deadline_us is None else (run.deadline_us + ahead_us) / 1e6,
+            execution.batch.epoch + execution.deaths.get(position, 0),
+        )
 
     def example_of(self, execution: Execution, position: int) -> Example | None:
         """A request that succeeded as an example; None if it is too large, or goes on with a sequence."""
@@ -311,15 +354,17 @@ class Codec:
             layouts, value = self._decode(run.content_type, bytes(body))
         except Exception:  # it was decoded before, as rows
             return None
-        request = (run.correlation_ids[index], execution.batch.lane, run.extra or {})
-        fields: list[Any] = []
-        if self.wants_requests:
-            fields = [(*request, EXAMPLE_SEQUENCE, True, True)] if self._takes_sequences else [request]
+        run_fields = self.request_fields(execution, position)
+        sequence = (EXAMPLE_SEQUENCE, True, True) if self._takes_sequences else _NO_SEQUENCE
+        # It is executed later, and once in each process: it has no deadline, and counts as delivered once.
+        request = (*run_fields[:3], *sequence, *run_fields[6:11], None, 1)
+        fields = [request] if self.wants_requests else []
         payload = b"".join([*_payload(layouts, [value]), self._initial_state])
         batch = execution.batch
-        return Example(
-            FrameHeader(0, 1, layouts, fields), payload, request, batch.cost, batch.max_execution_ms
-        )
+        header = FrameHeader(0, 1, layouts, fields)
+        if self._wants_callers:
+            header = header._replace(callers=[_caller(run, index)])
+        return Example(header, payload, request, batch.cost, batch.max_execution_ms)
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 
@@ -332,7 +377,8 @@ class Codec:
                 "an outcome belongs to another frame"
             )  # never: frames and outcomes are in order
         execution.compute_us += outcome.compute_us
-        execution.frames_executed += 1
+        execution.frames_executed += outcome.parts
+        execution.cost += outcome.cost
         execution.executed += outcome.executed_together
         execution.is_normal &= outcome.executed_together > 0 or frame.is_apart
         if outcome.errors:
@@ -406,13 +452,16 @@ class Codec:
         """Results of requests of one run, which may have several content types."""
         content_type, wanted = run.content_type, accepted(run.extra)
         if wanted or is_value(content_type):  # the usual case: all have one
+            if self._has_bytes and (wanted or content_type) == JSON:
+                values = [_for_json(value) for value in values]
             bodies = [encode_or_error(content_type, wanted, value) for value in values]
             _take_bodies(execution, run, start, positions, bodies, wanted)
             return
         shown = [_shown_as(content_type, value) for value in values]
         for position, value in zip(positions, shown, strict=True):
             chosen_type = result_type(content_type, wanted, value, has_tensors=self.has_tensors)
-            body = encode_or_error(chosen_type, "", value)
+            is_for_json = self._has_bytes and chosen_type == JSON
+            body = encode_or_error(chosen_type, "", _for_json(value) if is_for_json else value)
             _take_bodies(execution, run, start, [position], [body], chosen_type)
 
 
@@ -434,6 +483,10 @@ class _ResultHead(NamedTuple):
         return cls(layouts, row_bytes, {MSGPACK: tensor_head(datatype, shape, row_bytes), RAW: b""})
 
 
+def _caller(run: BatchedRun, index: int) -> CallerFields:
+    return run.correlation_ids[index], run.priority, run.extra or {}
+
+
 def _deadlines(execution: Execution, positions: Sequence[int]) -> Sequence[tuple[int, int | None]]:
     """Those of the requests at these positions, for a frame."""
     batch = execution.batch
@@ -442,6 +495,13 @@ def _deadlines(execution: Execution, positions: Sequence[int]) -> Sequence[tuple
     else:
         deadlines = [(1, execution.locate(position)[0].deadline_us) for position in positions]
     return deadlines if any(deadline_us is not None for _, deadline_us in deadlines) else ()
+
+
+def _costs(execution: Execution, positions: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """Those that producers sent with the requests at these positions, for a frame."""
+    if all(run.cost == 1 for run in execution.batch.runs):
+        return ()
+    return [(indexes.stop - indexes.start, run.cost) for run, _, indexes in _by_run(execution, positions)]
 
 
 def _are_valid(datatype: str, data: Buffer) -> bool:
@@ -535,20 +595,47 @@ def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
     return value.shape, to_bytes(value, spec.datatype)
 
 
-def _strings(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
-    """As `_numbers`, for BYTES: texts, or bytes that are UTF-8."""
+def _elements(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:
+    """As `_numbers`, for BYTES: a packed list of bytes, or of texts if the model takes these."""
     if type(value) is dict:
         raise _no_tensor(value, spec)
     array = np.array(value, object)
-    texts = array.ravel().tolist()
-    if not _TEXT.issuperset(map(type, texts)):
+    elements = array.ravel().tolist()
+    element_of = text_of if spec.text else bytes_of
+    if not {str if spec.text else bytes}.issuperset(map(type, elements)):
         try:
-            texts = [text_of(item) for item in texts]
+            elements = [element_of(item) for item in elements]
         except ValueError as error:
-            raise InvalidArgumentError(f"body.{spec.name}.data: BYTES takes strings only: {error}") from None
+            raise InvalidArgumentError(
+                f"body.{spec.name}.data: BYTES takes strings{'' if spec.text else ' and bytes'} only: {error}"
+            ) from None
     if not spec.admits(array.shape):
         raise _wrong_shape(array.shape, spec)
-    return array.shape, _pack(texts)
+    return array.shape, _pack(elements)
+
+
+def _is_bytes(spec: TensorSpec) -> bool:
+    return spec.datatype == "BYTES" and not spec.text
+
+
+def _for_json(value: Any) -> Any:
+    """A result whose bytes are texts, because JSON has no others; an exception if they are not UTF-8."""
+    try:
+        return _with_texts(value)
+    except ValueError as error:
+        return ValueError(f"{error}, and JSON has no other bytes: ask for {MSGPACK}")
+
+
+def _with_texts(value: Any) -> Any:
+    if type(value) is bytes:
+        return text_of(value)
+    if type(value) is not dict:
+        return value
+    if not is_tensor(value):  # the outputs by name
+        return {name: _with_texts(item) for name, item in value.items()}
+    if value["datatype"] != "BYTES":
+        return value
+    return {**value, "data": [text_of(item) for item in value["data"]]}
 
 
 def _no_tensor(value: Mapping[Any, Any], spec: TensorSpec) -> InvalidArgumentError:

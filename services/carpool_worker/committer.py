@@ -8,6 +8,7 @@ Why: docs/decisions/0073.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import structlog
@@ -91,6 +92,7 @@ class Committer:
                 execution.input_us,
                 execution.output_us,
                 execution.counted_us,
+                execution.cost,
             ),
             execution.run_results,
             execution.changes(),
@@ -109,6 +111,11 @@ class Committer:
                 self._answer(execution, positions, None)
                 positions, size_bytes = [], 0
         self._answer(execution, positions, None)
+
+    def answered_ahead(self, executions: Sequence[Execution]) -> list[set[int]]:
+        """The positions in each of these that a batcher has answered: their results are not wanted any
+        more."""
+        return self._store.answered([execution.batch for execution in executions])
 
     def record_start(self, execution: Execution, position: int) -> None:
         """Before a request is executed alone: store the results so far, and that this request is started.

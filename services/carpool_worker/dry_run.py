@@ -5,6 +5,8 @@ Bodies are decoded, executed in one batch, and the results encoded, by the code 
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,11 +19,13 @@ from carpool.messages.results import Result
 from carpool.model_settings import ModelKind
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
-from carpool_worker.model_process.frame_execution import execute_frame
+from carpool_worker.model_process.calls import Calls
+from carpool_worker.model_process.executor import run_now
+from carpool_worker.model_process.frame_execution import execute_frame_async
 from carpool_worker.model_process.loaded import description_of, kind_of
 from carpool_worker.model_process.model import LoadedModel, SteppingModel
 from carpool_worker.model_process.raised import whole_trace_of
-from carpool_worker.model_process.stepping.frames import Admit
+from carpool_worker.model_process.stepping.frames import Admit, Step
 from carpool_worker.model_process.stepping.stepper import Stepper
 from carpool_worker.stepping.execution import StepExecution
 
@@ -41,10 +45,19 @@ class Tried(NamedTuple):
     datatype: str = ""
 
 
+class Streamed(NamedTuple):
+    """A generation whose reader sees it as it is made: the chunks, packed, each with what one step emitted,
+    and the result with the whole output. If it was resumed, the chunks are those after."""
+
+    chunks: list[bytes]
+    result: Result
+
+
 class DryRun:
     """A loaded model and the worker's code around it. Models that bind sequences are not supported.
 
-    `traces`: the tracebacks of what the model raised so far, without repetitions.
+    `traces`: the tracebacks of what the model raised so far, without repetitions. `has_changed_inputs`:
+    whether the model wrote into an array that it was given.
     """
 
     def __init__(self, model: LoadedModel | SteppingModel) -> None:
@@ -52,10 +65,23 @@ class DryRun:
         if self.kind is ModelKind.BOUND:
             raise ValueError("it binds sequences: each of their requests depends on those before it")
         self.traces: dict[str, None] = {}
+        self.has_changed_inputs = False
         self._codec = Codec(description_of(model))
+        self._run: Callable[..., Any] = run_now
+        self._calls: Calls | None = None
+        if not isinstance(model, SteppingModel):
+            if model.is_async:
+                self._run = asyncio.Runner().run
+            if model.wants_clients:
+                self._calls = Calls("model", is_async=model.is_async)
         self._model = model
         if not isinstance(model, SteppingModel):
             self._model = replace(model, validate=self._observed(model.validate))
+
+    @property
+    def continues(self) -> bool:
+        """Whether the model generates step by step, and can go on from chunks."""
+        return isinstance(self._model, SteppingModel) and self._model.continues
 
     def execute(
         self, bodies: Sequence[bytes], content_type: str, extra: Mapping[str, bytes] | None = None
@@ -66,9 +92,14 @@ class DryRun:
         Raises Unhealthy, if the model does.
         """
         keeps_states = self.kind is ModelKind.STATEFUL
-        template = BatchedRun(_ENTRY, [], [], content_type, None, 0, None, extra or None)
+        now_us = time.time_ns() // 1000
+        template = BatchedRun(_ENTRY, [], [], content_type, None, now_us, None, extra or None)
         runs = [_run_of(template, number, body, keeps_states) for number, body in enumerate(bodies)]
-        batch = Batch(_ENTRY, 1, runs, "full", 0, "", max_result_bytes=self._model.settings.max_result_bytes)
+        limits = self._model.settings
+        batch = Batch(
+            _ENTRY, 1, runs, "full", 0, "",
+            max_result_bytes=limits.max_result_bytes, max_batch_cost=limits.max_batch_cost,
+        )  # fmt: skip
         if isinstance(self._model, SteppingModel):
             return self._generate(self._model, batch)
         execution = Execution(batch)
@@ -76,7 +107,11 @@ class DryRun:
         datatypes: set[str] = set()
         for frame in execution.frames:
             sent = partial(bytearray().join, frame.payload)
-            header, payload = execute_frame(self._model, frame.header, sent(), sent, self._keep)
+            given = sent()
+            calls = None if self._calls is None else self._calls.of_frame(frame.header)
+            executing = execute_frame_async(self._model, frame.header, given, sent, self._keep, calls)
+            header, payload = self._run(executing)
+            self.has_changed_inputs = self.has_changed_inputs or given != sent()
             self._codec.take_outcome(execution, frame, header, b"".join(payload))
             datatypes.add(header.layouts[0][1] if len(header.layouts) == 1 else "")
         execution.separate()
@@ -84,9 +119,41 @@ class DryRun:
         datatype = datatypes.pop() if len(datatypes) == 1 else ""
         return Tried(_in_order(execution), execution.compute_us, datatype=datatype)
 
+    def stream(
+        self,
+        body: bytes,
+        content_type: str,
+        extra: Mapping[str, bytes] | None = None,
+        chunks: Sequence[bytes] = (),
+    ) -> Streamed:
+        """Generate for one body, as for a reader of a stream, with a stepping model. `chunks`: packed, those
+        that another process emitted before it died."""
+        assert isinstance(self._model, SteppingModel)  # as `continues` says
+        run = BatchedRun(_ENTRY, ["0"], [body], content_type, None, 0, None, extra or None)
+        batch = Batch(_ENTRY, 1, [run], "full", 0, "", max_result_bytes=self._model.settings.max_result_bytes)
+        generated = _Generated()
+        (request,) = self._step_all(self._model, batch, generated, chunks=chunks, is_streamed=True)
+        assert request.result is not None  # it has ended
+        return Streamed(generated.chunks, request.result)
+
     def _generate(self, model: SteppingModel, batch: Batch) -> Tried:
         """Step requests until all have ended, each in a batch of its own."""
-        stepper, compute_us, steps = Stepper(model, observe=self._keep), 0, 0
+        generated = _Generated()
+        requests = self._step_all(model, batch, generated)
+        results = [one.result for one in requests if one.result is not None]
+        return Tried(results, generated.compute_us, generated.steps)
+
+    def _step_all(
+        self,
+        model: SteppingModel,
+        batch: Batch,
+        generated: _Generated,
+        *,
+        chunks: Sequence[bytes] = (),
+        is_streamed: bool = False,
+    ) -> list[StepExecution]:
+        """The requests, ended. `generated` gets what was emitted, and what it took."""
+        stepper = Stepper(model, observe=self._keep)
         requests: list[StepExecution] = []
         for key, run in enumerate(batch.runs):
             execution = Execution(replace(batch, runs=[run]))
@@ -96,14 +163,13 @@ class DryRun:
             )
             requests.append(request)
             if body is not None:
-                fields = (str(key), "", dict(run.extra or {}))
-                admit = Admit(key, body.layouts, fields, 1, is_streamed=False)
+                fields = self._codec.request_fields(execution, 0)
+                admit = Admit(key, body.layouts, fields, 1, is_streamed, chunks)
                 stepper.admit(admit, bytearray().join(body.payload))
-        while stepper.has_next and steps < STEPS_MAX:
+        while stepper.has_next and generated.steps < STEPS_MAX:
             step = stepper.advance()
-            steps += step is None or step.has_stepped
+            generated.take(step)
             if step is not None:
-                compute_us += step.step_us + step.begin_us
                 for advance in step.advances:
                     requests[advance.key].take(advance, step.size, 0)
         stepper.close()
@@ -111,7 +177,7 @@ class DryRun:
             if request.result is None:
                 detail = f"it is still being generated after {STEPS_MAX:,} steps, which end this attempt"
                 request.end(UNFINISHED, detail)
-        return Tried([one.result for one in requests if one.result is not None], compute_us, steps)
+        return requests
 
     def _observed(self, validate: Validate | None) -> Validate | None:
         """`validate`, so that what it raises is kept, unless that is how it refuses a body."""
@@ -130,6 +196,22 @@ class DryRun:
 
     def _keep(self, error: BaseException, _concerned: Sequence[int] = ()) -> None:
         self.traces.setdefault(whole_trace_of(error))
+
+
+class _Generated:
+    """What steps did: the chunks that they emitted, their number, and the time in the model (us)."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.steps = 0
+        self.compute_us = 0
+
+    def take(self, step: Step | None) -> None:
+        """A step. None: it changed nothing."""
+        self.steps += step is None or step.has_stepped
+        if step is not None:
+            self.compute_us += step.step_us + step.begin_us
+            self.chunks += [advance.chunk for advance in step.advances if advance.chunk]
 
 
 def _run_of(template: BatchedRun, number: int, body: bytes, keeps_states: bool) -> BatchedRun:

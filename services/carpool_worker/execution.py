@@ -92,10 +92,12 @@ class Execution:
     counted_us: int = 0  # what of it was counted with results that were answered ahead
     executed_ns: int = 0  # when the last outcome came, by the monotonic clock; 0: none did
     overhead_us: int = 0  # for which these frames occupied the process beside that
-    frames_executed: int = 0
+    frames_executed: int = 0  # or parts of them, as the model tells costs
+    cost: int = 0  # of all requests that were executed, as the model tells it
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
     is_normal: bool = True  # whether that is so for all frames but those that are apart
     unexecuted: list[int] = field(default_factory=list)  # positions, as `ExecutedOf` counts them
+    version: str = ""  # of the model, set when it is decoded
     error: str = ""  # what failed last: the name of what the model raised, or what is wrong with a result
     chunks: Sequence[bytes] = ()  # of a streamed request: those that its last worker wrote
     first_us: int | None = None  # the time from its arrival to the first of these
@@ -222,6 +224,7 @@ class Execution:
             self.queue_us(run),
             self.compute_us,
             warnings=warnings_of(run.extra, run.content_type),
+            version=self.version,
         )
 
     def expire(self, position: int) -> None:
@@ -247,7 +250,7 @@ class Execution:
         served = (self.batch.size, self.queue_us(run), self.compute_us)
         warnings = warnings_of(run.extra, run.content_type)
         self.run_results.append(
-            RunResults(run, positions, ids, bodies, tickets, *served, warnings, content_type)
+            RunResults(run, positions, ids, bodies, tickets, *served, warnings, content_type, self.version)
         )
 
     def queue_us(self, run: BatchedRun) -> int:

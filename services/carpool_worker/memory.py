@@ -3,7 +3,7 @@
 What they do not tell is None: on other systems, without the driver, or in a container whose processes the
 driver knows by other IDs.
 
-Why: docs/decisions/0107.
+Why: docs/decisions/0103.
 """
 
 from __future__ import annotations

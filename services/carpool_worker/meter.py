@@ -18,7 +18,7 @@ from carpool.errors import (
     UNAVAILABLE,
     UNIMPLEMENTED,
 )
-from carpool.prometheus import Counter, Gauge
+from carpool.prometheus import Counter, Gauge, Info
 from carpool.service_metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
 from carpool.store.dead_letters import DEAD_LETTER_LIMITS
 from carpool.store.steps import StepWrite
@@ -65,6 +65,13 @@ class WorkerMetrics(CommonMetrics):
     def __init__(self, model: str) -> None:
         super().__init__()
         self._model = model
+        self._version = Info(
+            "carpool_model",
+            "Version that the model declares, empty if it declares none",
+            ("model",),
+            registry=self.registry,
+        ).labels(model)
+        self.set_version("")
         self._request = self._histogram(
             "carpool_request_seconds", "Time from a request's arrival to the commit of its result"
         )
@@ -84,6 +91,9 @@ class WorkerMetrics(CommonMetrics):
         self._executions = self._counter(
             "carpool_executions",
             "Executions by the model: usually one for a batch, more if it is executed in parts",
+        )
+        self._cost = self._counter(
+            "carpool_model_cost", "Cost of the requests that the model executed, as it tells it"
         )
         self._redelivered = self._counter("carpool_redeliveries", "Batches reclaimed from another worker")
         self._fenced = self._counter(
@@ -134,6 +144,10 @@ class WorkerMetrics(CommonMetrics):
             "carpool_batches_in_hand", "Batches that this worker has fetched and not committed"
         )
 
+    def set_version(self, version: str) -> None:
+        """The model declares this version."""
+        self._version.info({"version": version})
+
     def _histogram(self, name: str, documentation: str) -> BucketCounts:
         return Histogram(name, documentation, DURATIONS_US, 1e-6, self.registry).of(self._model)
 
@@ -155,6 +169,8 @@ class WorkerMetrics(CommonMetrics):
         self.ended(execution, counts, now_us)
         self._output.observe_equal(output_us, 1)
         self._executions.inc(execution.frames_executed)
+        if execution.cost:
+            self._cost.inc(execution.cost)
 
     def ended(self, execution: Execution, counts: ResultCounts, now_us: int) -> None:
         """The requests of a batch have their results: what is counted of a stepping model too."""

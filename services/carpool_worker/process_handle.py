@@ -23,6 +23,7 @@ from carpool.descriptors import wait_until_ready
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.prometheus import OF_WEB_PROGRAMS
 from carpool_worker.devices import with_threads
+from carpool_worker.model_process.configuration import CONFIGURATION, Configuration
 from carpool_worker.model_process.frames import (
     Again,
     Ending,
@@ -43,6 +44,7 @@ from carpool_worker.model_process.frames import (
 _SOCKET_BYTES: Final = 4 * 1024 * 1024  # two batches of tensors, so that sending seldom blocks
 STOP_S: Final = 10.0
 _ALIVE_S: Final = 0.5  # how often it is looked, while a model is loaded, whether its process is alive
+_OF_THE_WORKER: Final = ("CARPOOL_REDIS_", "CARPOOL_PARAM")  # what these variables begin with
 _WROTE: Final = "its model wrote into the connection to its worker"
 Message = TypeVar("Message")
 
@@ -82,12 +84,15 @@ class ProcessHandle:
         device: str,
         load_s_max: float | None = None,
         *,
+        configuration: Configuration | None = None,
         processes: int = 1,
         worker: str = "",
     ) -> None:
-        """`load_s_max`: how long the model may take to load; None: without a limit. `processes`: how many
-        share the CPUs, this one included. `worker`: the name of the replica, for the log."""
+        """`load_s_max`: how long the model may take to load; None: without a limit. `configuration`: what it
+        is loaded with. `processes`: how many share the CPUs, this one included. `worker`: the name of the
+        replica, for the log."""
         self._location = location
+        self._configuration = (configuration or Configuration()).encode()
         self._worker = worker
         self.device = device
         self._load_s_max = load_s_max
@@ -102,16 +107,19 @@ class ProcessHandle:
         self.descriptor: int | None = None  # the socket to wait on; None until started, and after `close`
         self.ready = False  # the model is loaded
         self.on_measured: Callable[[Measured], None] = _ignore  # is told what the model measures of itself
+        self.has_measured = False  # it was told something by this process
         self.raised: list[Raised] = []  # what the process told; for the log, which takes it
-        # Numbers of the last frame and the last outcome. Both are in order; the numbers verify it.
-        self._sent = self._received = 0
-        self._unanswered: deque[tuple[FrameHeader, tuple[Buffer, ...]]] = deque()  # frames, oldest first
+        self._sent = 0  # the number of the last frame
+        # Frames without an outcome by number, oldest first. Outcomes of an async model come in any order.
+        self._unanswered: dict[int, tuple[FrameHeader, tuple[Buffer, ...]]] = {}
+        self._is_async = False
 
     def new_like(self) -> ProcessHandle:
         """A handle for another process of the same model on the same device. It is not started."""
         new = ProcessHandle(
             self._location, self.device, self._load_s_max, processes=self._sharing, worker=self._worker
         )
+        new._configuration = self._configuration
         new.on_measured = self.on_measured
         return new
 
@@ -144,10 +152,11 @@ class ProcessHandle:
         theirs.close()
         self._sock, self._reader = ours, MessageReader(ours)
         self.descriptor = ours.fileno()
-        self._sent = self._received = 0
+        self._sent, self.has_measured = 0, False
         self._unanswered.clear()
         self._backlog.clear()
         self._spawned_s, self._ended_because = time.monotonic(), ""
+        self.send_message((CONFIGURATION,), self._configuration)
 
     def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises ModelLoadError."""
@@ -155,7 +164,10 @@ class ProcessHandle:
             self.check_loading()
             left_s = self._load_s_left()
             assert self.descriptor is not None  # it was started
-            wait_until_ready([self.descriptor], [], _ALIVE_S if left_s is None else min(_ALIVE_S, left_s))
+            writers = [self.descriptor] if self.has_backlog else []
+            wait_s = _ALIVE_S if left_s is None else min(_ALIVE_S, left_s)
+            if wait_until_ready([self.descriptor], writers, wait_s)[1]:
+                self.flush()
         return ready
 
     def receive_ready(self) -> Ready | None:
@@ -172,7 +184,7 @@ class ProcessHandle:
         if isinstance(result, LoadFailed):
             self.close()
             raise ModelLoadError(result.reason, result.trace)
-        self.ready = True
+        self.ready, self._is_async = True, result.is_async
         return result
 
     def _load_s_left(self) -> float | None:
@@ -217,11 +229,12 @@ class ProcessHandle:
         """Whether an outcome can be received without waiting on the socket first."""
         return self._reader is not None and self._reader.has_buffered
 
-    def send(self, header: FrameHeader, *payload: Buffer) -> None:
-        """Send a frame, or put what does not fit into the pipe into the backlog."""
+    def send(self, header: FrameHeader, *payload: Buffer) -> int:
+        """Send a frame, or put what does not fit into the pipe into the backlog. Returns its number."""
         self._sent += 1
-        self._unanswered.append((header, payload))
+        self._unanswered[self._sent] = (header, payload)
         self.send_message((*header[:-1], self._sent), *payload)
+        return self._sent
 
     def send_message(self, header: object, *payload: Buffer) -> None:
         """Send a message that no outcome answers, as those to a stepping model are (`stepping.frames`)."""
@@ -244,7 +257,8 @@ class ProcessHandle:
             backlog.clear()
 
     def receive(self) -> tuple[OutcomeHeader, Buffer] | None:
-        """The outcome of the oldest frame that has none; None if it has not arrived yet.
+        """The outcome of the oldest frame that has none, of an async model of any; None if it has not
+        arrived.
 
         Raises ProcessGoneError, also for an outcome out of order: the frames of all later ones would be
         unknown.
@@ -256,17 +270,22 @@ class ProcessHandle:
         if isinstance(header, Again):
             self._send_again(header)
             return None
-        self._received += 1
-        if header.number != self._received or header.number > self._sent:
+        if not self._is_awaited(header.number):
             self._end("it sent an outcome out of order, as a process does that the model forked")
-        self._unanswered.popleft()
+        del self._unanswered[header.number]
         return header, payload
+
+    def _is_awaited(self, number: int) -> bool:
+        """Whether the next outcome may be that of the frame with this number."""
+        if self._is_async:
+            return number in self._unanswered
+        return number == next(iter(self._unanswered), None)
 
     def _send_again(self, wanted: Again) -> None:
         """Send the oldest frame without an outcome once more. Raises ProcessGoneError for another one."""
-        if not self._unanswered or wanted.number != self._received + 1:
+        if not self._is_awaited(wanted.number):
             self._end("it asked for a frame out of order, as a process does that the model forked")
-        header, payload = self._unanswered[0]
+        header, payload = self._unanswered[wanted.number]
         self.send_message((*header[:-1], wanted.number), *payload)
 
     def receive_message(self, read: Callable[[Sequence[Any]], Message]) -> tuple[Message, Buffer] | None:
@@ -281,6 +300,7 @@ class ProcessHandle:
                 return None
             measured = Measured.read(fields)
             if measured is not None:
+                self.has_measured = True
                 self.on_measured(measured)
                 return None
             ending = Ending.read(fields)
@@ -370,9 +390,10 @@ class ProcessHandle:
 
 
 def _environment() -> dict[str, str]:
-    """The variables of a model process: not how its worker signs in to Redis. In their place is the address
-    that a model may use, if there is one. `Client()` and `AsyncClient()` read these two, and no others."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_REDIS_")}
+    """The variables of a model process: not how its worker signs in to Redis, nor parameters, which processes
+    that the model starts would get as well. In place of the former is the address that a model may use, if
+    there is one. `Client()` and `AsyncClient()` read these two, and no others."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_WORKER)}
     own |= OF_WEB_PROGRAMS  # a model may use prometheus-client itself
     own["CARPOOL_MODEL_PROCESS"] = "1"
     if url := own.get("CARPOOL_MODEL_REDIS_URL"):

@@ -14,7 +14,15 @@ import structlog
 from carpool.store.connection import CommandError
 from carpool.store.declarations import Declared, Living
 from carpool.store.worker import WorkerStore
-from carpool.wire.registration import OPTIONAL_FIELDS, Registration, combined, describe_differing, differing
+from carpool.wire.registration import (
+    OPTIONAL_FIELDS,
+    Registration,
+    combined,
+    describe_differing,
+    describe_versions,
+    differing,
+    versions_of,
+)
 
 BATCH_SIZE: Final = "max_batch_size"
 
@@ -33,6 +41,7 @@ class Registrar:
         self.batch_size_max = self._declared_size
         self._followed: Living | None = None  # whose declarations are in what is registered; None: unknown
         self._differing: dict[str, set[str]] = {}  # fields and their values, as logged last
+        self._versions = set(versions_of([declared]))  # of the model, of living workers, as logged last
         self._refused = ""  # why Redis refused to follow, as logged last
         self._log = structlog.get_logger()
 
@@ -76,6 +85,7 @@ class Registrar:
         if found.gone:
             store.declarations.remove(*found.gone)
         self._tell([self._declared, *others], store.keys.model)
+        self._tell_versions([self._declared, *others], store.keys.model)
         self._followed = found.living
 
     def _others(self, found: Declared, registered: Registration) -> list[Registration]:
@@ -98,6 +108,13 @@ class Registrar:
             )
         else:
             self._log.info("workers declare the same settings again", model=model)
+
+    def _tell_versions(self, declared: Sequence[Registration], model: str) -> None:
+        """Log which versions of the model living workers have, if that has changed."""
+        found = versions_of(declared)
+        if set(found) != self._versions:
+            self._versions = set(found)
+            self._log.info("versions of the model changed", model=model, versions=describe_versions(found))
 
     def _others_when_registering(self, store: WorkerStore) -> list[Registration]:
         """Declare, and return what the others do; none if a user wrote the key."""

@@ -103,7 +103,7 @@ class Replica(BatchReplica[Execution]):
                 0, ABORTED, "the model that had begun to send it was replaced: send the request again"
             )
         else:
-            self._codec.prepare(execution, self._clock.now_us())
+            self._codec.prepare(execution, self._clock.now_us(), self._clock.wall_ahead_us)
 
     # --- the model process ---------------------------------------------------------------------------------
 

@@ -118,9 +118,11 @@ class ReplicaLoop(ABC, Generic[Item]):
         is_received = process_fd is not None and self._is_receiving()
         readers = [process_fd] if process_fd is not None and is_received else []
         readers += [] if source_fd is None else [source_fd]
-        successor_fd = self.succession.descriptor
-        readers += [] if successor_fd is None else [successor_fd]
         writers = [process_fd] if process_fd is not None and process.has_backlog else []
+        successor = self.succession.loading
+        if successor is not None and successor.descriptor is not None:
+            readers.append(successor.descriptor)
+            writers += [successor.descriptor] if successor.has_backlog else []
         has_outcome = is_received and process.has_buffered
         is_due = has_outcome or (source.waiting and source_fd is None)
         try:

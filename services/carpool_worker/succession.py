@@ -8,7 +8,7 @@ reaches `max_process_memory` before the next is ready executes nothing more unti
 Where there is not enough memory for two, the old one leaves first: no more is fetched for it, it executes
 what is in hand, and ends; then the new one is started in its place.
 
-Why: docs/decisions/0107.
+Why: docs/decisions/0103.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Succession:
         self._leaves_first = False  # the process is to end before the next one is started
         self._has_left = False  # it is ending, or the next one is loading
         self._hang_up_at_s = 0.0
+        self._lingers = False  # the process is to end first, and may only tell what its model has measured
         self._has_turn = False
         self._reason: Reason = "requests"
         self._log = structlog.get_logger()
@@ -115,7 +116,7 @@ class Succession:
     def holds_back(self) -> bool:
         """Whether nothing more is to be sent to the process: another one is ready to take its place, or will
         be, and this one takes as much memory as it may."""
-        return self._is_full or (self._successor is not None and self._successor.ready)
+        return self._is_full or self._lingers or (self._successor is not None and self._successor.ready)
 
     @property
     def leaves_first(self) -> bool:
@@ -128,10 +129,10 @@ class Succession:
         return self.leaves_first or self.holds_back
 
     @property
-    def descriptor(self) -> int | None:
-        """What to wait on while another process loads the model."""
+    def loading(self) -> ProcessHandle | None:
+        """Another process that loads the model: what to wait for as well."""
         successor = self._successor
-        return None if successor is None or successor.ready else successor.descriptor
+        return None if successor is None or successor.ready else successor
 
     def executed(self, requests: int) -> None:
         """The process has executed so many more."""
@@ -251,6 +252,7 @@ class Succession:
 
     def _has_loaded(self, successor: ProcessHandle, name: str) -> bool:
         try:
+            successor.flush()
             successor.check_loading()
             if successor.receive_ready() is None:
                 return False
@@ -273,9 +275,14 @@ class Succession:
                 self._has_left = self._leaves_first = False
                 self._end()
             return False
-        if not is_idle():
+        if not self._lingers:
+            if not is_idle():
+                return False
+            self._lingers = self._process.has_measured
+            self._hang_up_at_s = time.monotonic() + LINGER_S
+        if self._lingers and time.monotonic() < self._hang_up_at_s:
             return False
-        self._has_left = True
+        self._has_left, self._lingers = True, False
         self._process.hang_up()
         self._on_replaced(self._reason)
         return True
@@ -291,7 +298,7 @@ class Succession:
         successor, self._successor = self._successor, None
         if successor is not None:
             successor.close(0)
-        self._leaves_first = False
+        self._leaves_first = self._lingers = False
         if self._leaving is None:
             self._end()
 

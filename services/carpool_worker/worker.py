@@ -11,7 +11,7 @@
     codec.py      bodies -> frames, outcomes -> results
 
 A replica is a loop, with a source and a committer of its own; the heartbeat is one loop for all. Models that
-step, and those that bind sequences, have other replicas: `stepping` and `bound`.
+step, those that bind sequences and async ones have other replicas: `stepping`, `bound`, `concurrent_replica`.
 
 Start: the processes load the model, the model is registered, the heartbeat starts, the replicas take batches.
 Stop (drain): idle replicas leave, what is in hand is committed, the processes unload their model, the
@@ -49,12 +49,14 @@ from carpool_worker.bound.inbox import Inbox
 from carpool_worker.bound.replica import BoundReplica
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
+from carpool_worker.concurrent_replica import ConcurrentReplica
 from carpool_worker.devices import threads_of
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.loading import LoadingNotice
 from carpool_worker.member import Member
 from carpool_worker.memory import gpu_use, resident_bytes
 from carpool_worker.meter import MemoryGauges, WorkerMetrics
+from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.registrar import Registrar
@@ -82,11 +84,12 @@ class Worker:
         lease_ms: int,
         metrics: WorkerMetrics,
         *,
+        configuration: Configuration | None = None,
         finish_streams: bool = False,
         load_s_max: float | None = None,
     ) -> None:
-        """`finish_streams`: when it drains, requests of a stepping model are finished, not handed over.
-        `load_s_max`: how long the model may take to load."""
+        """`configuration`: what the model is loaded with. `finish_streams`: when it drains, requests of a
+        stepping model are finished, not handed over. `load_s_max`: how long the model may take to load."""
         self._url = url
         self._finish_streams = finish_streams
         self._metrics = metrics
@@ -96,7 +99,12 @@ class Worker:
         self._name = new_process_name()
         self._processes = [
             ProcessHandle(
-                location, device, load_s_max, processes=len(devices), worker=replica_name(self._name, index)
+                location,
+                device,
+                load_s_max,
+                configuration=configuration,
+                processes=len(devices),
+                worker=replica_name(self._name, index),
             )
             for index, device in enumerate(devices)
         ]
@@ -148,7 +156,13 @@ class Worker:
             )
         for doubt in ModelSettings.from_mapping(ready.settings).doubts():
             self._log.warning("setting of the model may be a mistake", reason=doubt)
-        declared = encode_registration(ready.settings, ready.inputs, ready.outputs, ready.kind)
+        declared = encode_registration(
+            ready.settings, ready.inputs, ready.outputs, ready.kind, ready.parameters, ready.version
+        )
+        self._metrics.set_version(ready.version)
+        if ready.version:
+            self._batch_log.bind(version=ready.version)
+            self._step_log.bind(version=ready.version)
         self._registrar = Registrar(self._name, declared)
         self._limit_batches(self._registrar)
         self._heartbeat = Heartbeat(
@@ -206,6 +220,18 @@ class Worker:
         source = Fetcher(
             member, self._new_store("fetch"), self._lease_ms, self._register, metrics, block_ms=block_ms
         )
+        if ready.is_async:
+            return ConcurrentReplica(
+                member,
+                process,
+                codec,
+                source,
+                committer,
+                clock,
+                metrics,
+                batches_max=settings.max_concurrent_batches,
+                calls_others=ready.wants_callers,
+            )
         if not is_stepping:
             return Replica(member, process, codec, source, committer, clock, metrics)
         return StepReplica(

@@ -26,12 +26,13 @@ from carpool.errors import (
 )
 
 if TYPE_CHECKING:
-    from carpool.client import AsyncClient, Client, Reply
+    from carpool.client import AsyncClient, AsyncRequestClient, Client, Reply, RequestClient
     from carpool.wire.tensors import StateSpec, TensorSpec
 
 __all__ = [
     "AbortedError",
     "AsyncClient",
+    "AsyncRequestClient",
     "CancelledRequestError",
     "CarpoolError",
     "Client",
@@ -41,6 +42,7 @@ __all__ = [
     "NotFoundError",
     "PermissionDeniedError",
     "Reply",
+    "RequestClient",
     "ResourceExhaustedError",
     "StateSpec",
     "TensorSpec",
@@ -54,8 +56,10 @@ __all__ = [
 # Imported on first use: a model process must not pay for a Redis client that it never needs.
 _MODULES: Final = {
     "AsyncClient": "carpool.client",
+    "AsyncRequestClient": "carpool.client",
     "Client": "carpool.client",
     "Reply": "carpool.client",
+    "RequestClient": "carpool.client",
     "StateSpec": "carpool.wire.tensors",
     "TensorSpec": "carpool.wire.tensors",
 }

@@ -43,6 +43,11 @@ class RedisClock:
         """Redis's time less that of this host's monotonic clock, which all processes of the host share."""
         return int(self._offset_us)
 
+    @property
+    def wall_ahead_us(self) -> int:
+        """What this host's wall clock (`time.time`) shows, less Redis's time."""
+        return time.time_ns() // 1000 - self.now_us()
+
     def now_us(self) -> int:
         """Microseconds since the epoch on Redis's clock."""
         return int(time.monotonic_ns() / 1000 + self._offset_us)

@@ -40,9 +40,13 @@ GRPC_CODE: Final[Mapping[str, int]] = {status: grpc for status, (_, grpc) in _CO
 
 
 class CarpoolError(Exception):
-    """A request failed: the status of its result is not OK, or no result came. `detail` is for a person."""
+    """A request failed: the status of its result is not OK, or no result came. `detail` is for a person.
+
+    `request_index`: of one that a model raises, the only request that it concerns, by its place in the batch.
+    """
 
     status = INTERNAL
+    request_index: int | None = None
 
     def __init__(self, detail: str, *, correlation_id: str | None = None) -> None:
         super().__init__(detail)

@@ -14,6 +14,8 @@ from typing import Final
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 CORRELATION_ID_CHARS_MAX: Final = 128
 CORRELATION_ID_LETTERS: Final = string.ascii_letters + string.digits + "._:-"
+MODEL_VERSION_CHARS_MAX: Final = 128
+MODEL_VERSION: Final = re.compile(rf"[A-Za-z0-9._:+-]{{1,{MODEL_VERSION_CHARS_MAX}}}")
 CORRELATION_ID: Final = re.compile(f"[{CORRELATION_ID_LETTERS}]{{1,{CORRELATION_ID_CHARS_MAX}}}")
 WORKERS_GROUP: Final = "workers"
 DEFAULT_PREFIX: Final = "carpool"

@@ -19,6 +19,7 @@ from carpool.units import BYTES, MILLISECONDS, number_in
 
 _NUMBER_MAX: Final = 1 << 53  # exclusive; a float holds every smaller integer exactly
 _RESULT_TTL_MS_DOUBTED: Final = 1000
+CONCURRENT_BATCHES_MAX: Final = 1024  # of one process
 DEAD_LETTERS_MAX: Final = 100_000  # of one model, whatever its settings are
 RESULT_BYTES_DEFAULT: Final = 64 * 1024 * 1024
 # A chunk is written twice in one argument of a script, and Redis takes arguments of less than 512 MiB.
@@ -354,6 +355,11 @@ class ModelSettings:
         _optional(_integer(1, BYTES)),
         "resident memory at which a model process is replaced by a new one, between two batches",
     )
+    max_concurrent_batches: int = _setting(
+        1,
+        _integer(1, highest=CONCURRENT_BATCHES_MAX),
+        "number of batches that a process of a model with an async predict executes at a time",
+    )
     max_dead_letters: int = _setting(
         10_000,
         _integer(1, highest=DEAD_LETTERS_MAX),
@@ -393,6 +399,10 @@ class ModelSettings:
         policy = self.priority_policies.get(priority) if self.priority_policies else None
         action = (policy.expiration_action if policy else None) or self.expiration_action
         return action == "delay"
+
+    def concurrent_batches(self, kind: ModelKind) -> int:
+        """How many batches each process of a model of this kind executes at a time."""
+        return self.max_concurrent_batches if kind in _ONLY_OF["max_concurrent_batches"] else 1
 
     def check_sizes(self) -> None:
         """Raise ValueError for a preferred size above `max_batch_size`.
@@ -546,6 +556,7 @@ class ModelSettings:
 
 _ONLY_OF: Final[Mapping[str, Sequence[ModelKind]]] = {
     "max_delayed_share": (ModelKind.PLAIN, ModelKind.STEPPING),
+    "max_concurrent_batches": (ModelKind.PLAIN, ModelKind.STATEFUL),
     "max_prefill_cost": (ModelKind.STEPPING,),
     "stream_buffer": (ModelKind.STEPPING,),
     "reader_idle_ms": (ModelKind.STEPPING,),
@@ -553,10 +564,11 @@ _ONLY_OF: Final[Mapping[str, Sequence[ModelKind]]] = {
     "max_sequence_idle_ms": (ModelKind.STATEFUL, ModelKind.BOUND),
 }
 _OF_BATCHES: Final = (
-    *("max_execution_ms", "max_result_bytes", "max_requests_per_process", "max_process_memory"),
+    *("max_execution_ms", "max_result_bytes", "max_batch_cost"),
+    *("max_requests_per_process", "max_process_memory"),
 )
 _OF_STEPS: Final = (
-    *("max_batch_size", "max_batch_cost", "max_prefill_cost", "stream_buffer", "reader_idle_ms"),
+    *("max_batch_size", "max_prefill_cost", "stream_buffer", "reader_idle_ms"),
     *_OF_BATCHES,
 )
 _IN_ORDER_ANYWAY: Final = (

@@ -33,13 +33,17 @@ class UnusableError(ValueError):
     """What a user named or declared cannot be used. The message is for the user, without a traceback."""
 
 
-def find_object(where: str) -> Any:
-    """The object with this name. Raises UnusableError, or whatever importing the module raises."""
+def find_object(where: str, folder: Path | None = None) -> Any:
+    """The object with this name. `folder`: where modules are found in place of the working directory.
+
+    Raises UnusableError, or whatever importing the module raises.
+    """
     source, _, name = where.rpartition(":")
     if not source or not name:
         raise UnusableError(f"{where!r}: must be module:Name or path/file.py:Name")
     hide_arguments(source)
-    module = _from_file(Path(source), name) if source.endswith(".py") else _from_module(source, where)
+    is_file = source.endswith(".py")
+    module = _from_file(Path(source), name) if is_file else _from_module(source, where, folder)
     try:
         return getattr(module, name)
     except AttributeError:
@@ -65,18 +69,19 @@ def reason_of(error: BaseException) -> str:
 # --- modules and files --------------------------------------------------------------------------------------
 
 
-def _from_module(source: str, where: str) -> ModuleType:
-    _add_to_path(Path.cwd())
+def _from_module(source: str, where: str, folder: Path | None) -> ModuleType:
+    _add_to_path(folder or Path.cwd())
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{source}.".startswith(f"{error.name}."):
             raise  # it was found, and a module that it imports was not
         file = f"{source}.py"
-        hint = f"; did you mean {file}{where.removeprefix(source)}?" if Path(file).is_file() else ""
+        is_file = (folder or Path.cwd()).joinpath(file).is_file()
+        hint = f"; did you mean {file}{where.removeprefix(source)}?" if is_file else ""
+        searched = f"in the working directory, {Path.cwd()}," if folder is None else f"in {folder}"
         raise UnusableError(
-            f"{where!r}: there is no module {error.name!r} in the working directory, {Path.cwd()}, and none "
-            f"is installed{hint}"
+            f"{where!r}: there is no module {error.name!r} {searched} and none is installed{hint}"
         ) from None
 
 

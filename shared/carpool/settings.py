@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn, Self, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -63,7 +65,29 @@ def _split_commas(value: object) -> object:
     return [name for name in value.split(",") if name] if isinstance(value, str) else value
 
 
+def _split_lines(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return [line.strip() for line in value.splitlines() if line.strip()]
+
+
+def _split_texts(value: object) -> object:
+    return value.removeprefix(_END_OF_TEXT).split(_END_OF_TEXT) if isinstance(value, str) else value
+
+
 Listed = Annotated[list[str], NoDecode, BeforeValidator(_split_commas)]
+_OF_LINES: Final = BeforeValidator(_split_lines)
+Lines = Annotated[list[str], NoDecode, _OF_LINES]
+"""The values of a flag that may be repeated. In a variable each is a line; or all are a JSON list."""
+_END_OF_TEXT: Final = "\0"  # no argument can contain it
+_OF_TEXTS: Final = BeforeValidator(_split_texts)
+Texts = Annotated[list[str], NoDecode, _OF_TEXTS]
+"""Positional arguments of any contents, commas included. A variable has one."""
 
 
 def _seconds(value: object) -> object:
@@ -112,8 +136,8 @@ SIMILARITY_MIN: Final = 0.85  # of a variable that nothing reads to the one that
 # What commands read beside the settings here: no mistake where another process finds it.
 OF_COMMANDS: Final = frozenset(
     (
-        "accept", "action", "alive", "all", "arrivals", "as_json", "body", "change", "content_type", "cost",
-        "data_dir", "expiration_ms", "field", "force", "gateway", "gateway_port", "ids", "in_flight",
+        "accept", "action", "alive", "all", "arrivals", "as_json", "body", "calls", "change", "content_type",
+        "cost", "data_dir", "expiration_ms", "field", "force", "gateway", "gateway_port", "ids", "in_flight",
         "intercept_ms", "keep", "lane",
         "latency_ms", "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority",
         "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "requests", "rotate", "rounds",
@@ -326,18 +350,62 @@ Policies = Annotated[
 ]
 
 
+class ModelOptions(NamedTuple):
+    """What a command line says of its models beside their names, as it is written there."""
+
+    param: Sequence[str] = ()
+    param_file: Sequence[str] = ()
+    set: Sequence[str] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that tell another process the same."""
+        return {f"CARPOOL_{name.upper()}": json.dumps(words) for name, words in self._asdict().items()}
+
+
+NO_OPTIONS: Final = ModelOptions()
+
+
+class ModelSource(CarpoolSettings):
+    """What models are loaded with."""
+
+    param: Lines = Field(
+        [], description="NAME=VALUE: a parameter of the model; of several models MODEL.NAME=VALUE; repeatable"
+    )
+    param_file: Lines = Field(
+        [],
+        description="NAME=FILE: a parameter that is the text of a file, and never shown; or a TOML FILE of "
+        "several; of several models MODEL.NAME=FILE or MODEL=FILE; repeatable",
+    )
+    set: Lines = Field(
+        [],
+        description="SETTING=VALUE: a setting, in place of what the model declares; of several models "
+        "MODEL.SETTING=VALUE; repeatable",
+    )
+
+    @property
+    def options(self) -> ModelOptions:
+        """All of this."""
+        return ModelOptions(self.param, self.param_file, self.set)
+
+    def given(self, name: str) -> Any:
+        """The value of a setting that somebody set; None for a default."""
+        return getattr(self, name) if name in self.model_fields_set else None
+
+
 class BatcherSettings(CommonSettings):
     """Group waiting requests into batches, for every registered model."""
 
     policies: Policies = Field([])
 
 
-class WorkerSettings(CommonSettings):
-    """Execute batches with a model."""
+class WorkerSettings(ModelSource, CommonSettings):
+    """Execute batches with a model, or with each model of a file."""
 
     model: CliPositionalArg[str] = Field(
         description="module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer or "
-        "voice-activity; NAME=MODEL serves it under another name"
+        "voice-activity; NAME=MODEL serves it under another name; FILE.toml has models, with parameters and "
+        "settings, and FILE.toml:NAME is one of them"
     )
     replicas: Replicas = Field(1, description="number of model processes; auto: one per device")
     device: Devices = "auto"
@@ -449,17 +517,45 @@ def _source(kind: type[BaseSettings], prog: str) -> Any:
     return CliSettingsSource(
         kind,
         root_parser=parser,
-        add_argument_method=_add_argument,
+        add_argument_method=partial(_add_argument, kind),
         parse_args_method=_Parser.parse_intermixed_args,  # flags may stand between MODEL and BODY
     )
 
 
-def _add_argument(parser: argparse.ArgumentParser, *names: Any, **options: Any) -> argparse.Action:
+class _AddLine(argparse.Action):
+    """Adds a value to those of a repeated flag. pydantic-settings joins and splits lists at commas, which
+    values may have."""
+
+    def __call__(
+        self, _parser: object, namespace: argparse.Namespace, value: Any, _flag: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{before}\n{value}" if isinstance(before, str) else value)
+
+
+class _KeepTexts(argparse.Action):
+    """Keeps positional arguments apart, which pydantic-settings would join with commas."""
+
+    def __call__(
+        self, _parser: object, namespace: argparse.Namespace, values: Any, _flag: str | None = None
+    ) -> None:
+        if values:
+            setattr(namespace, self.dest, "".join(_END_OF_TEXT + value for value in values))
+
+
+def _add_argument(
+    kind: type[BaseSettings], parser: argparse.ArgumentParser, *names: Any, **options: Any
+) -> argparse.Action:
     """Add an argument. Positional ones are optional for argparse, which does not read the environment: there
     they may be set too, and validation reports any that is missing."""
     if not names[0].startswith("-"):
         options["nargs"] = "*" if options.get("nargs") in ("*", "+") else "?"
         options["default"] = argparse.SUPPRESS
+    field = kind.model_fields.get(options.get("dest", names[0]))
+    if field is not None and _OF_LINES in field.metadata:
+        options["action"] = _AddLine
+    if field is not None and _OF_TEXTS in field.metadata:
+        options["action"] = _KeepTexts
     return parser.add_argument(*names, **options)
 
 

@@ -6,7 +6,7 @@ with LocalClient({"shout": shout}) as client:
 They are made of parts of the batcher and of the worker, which nothing here may import: so they are found by
 name, when they are first used.
 
-Why: docs/decisions/0106.
+Why: docs/decisions/0102.
 """
 
 from __future__ import annotations

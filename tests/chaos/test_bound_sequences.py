@@ -16,15 +16,17 @@ from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INTERNAL, INVA
 from carpool.keys import Keys
 from support.models.bound import digest
 from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 pytestmark = pytest.mark.chaos
 
 MODEL: Final = "Hearing"
 KEYS: Final = Keys(MODEL)
 SLOTS: Final = 4
-LEASE: Final = ("--lease-ms", "800")
-LONG_LEASE: Final = ("--lease-ms", "30000")  # of workers that are not to be taken for dead
+# So long that no worker is taken for dead because this machine is busy. Where a test waits until a worker
+# learns of a lost lease, or takes the batches of another one, it is shorter: a worker looks few times in it.
+LEASE: Final = ("--lease-ms", "5000")
+LONG_LEASE: Final = ("--lease-ms", "30000")
 
 
 class Speaker:
@@ -258,6 +260,7 @@ def test_sequences_of_a_process_that_is_killed_are_aborted_and_others_go_on(
     waiting = [speaker.send(1) for speaker in lost]
     if victim == "worker":
         killed.kill()
+        stack.expire_lease(MODEL, killed)
     else:
         (child,) = killed.children()
         os.kill(child, signal.SIGKILL)
@@ -301,6 +304,7 @@ def test_process_that_was_paused_past_its_lease_serves_none_of_its_sequences(
     (worker,) = serve(stack, 1, LEASE)
     everyone = speakers(stack, SLOTS)
     worker.freeze()
+    stack.expire_lease(MODEL, worker)
     wait_until(lambda: all(speaker.is_broken for speaker in everyone), description="its lease ran out")
     assert [speaker.say(1) for speaker in everyone] == [ABORTED] * SLOTS
     worker.thaw()
@@ -325,7 +329,7 @@ def test_worker_that_stops_finishes_its_sequences(stack: Stack, hooks: Hooks) ->
     assert of_worker(other, further) == further
     assert stopped.alive
     assert [speaker.say(2, ends=True) for speaker in of_stopped] == [OK] * len(of_stopped)
-    assert stopped.process.wait(20) == 0
+    assert stopped.process.wait(EVENTUALLY_S) == 0
     assert stopped.wait_for("worker stopped")["clean"]
     assert [speaker.say(3) for speaker in (*of_other, *further)] == [OK] * 4
     assert_settled(stack)
@@ -335,7 +339,7 @@ def test_drain_that_takes_too_long_aborts_what_is_left(stack: Stack) -> None:
     (worker,) = serve(stack, 1, LONG_LEASE, "--drain-s", "1")
     everyone = speakers(stack, 2)
     worker.signal(signal.SIGTERM)
-    assert worker.process.wait(20) == 1
+    assert worker.process.wait(EVENTUALLY_S) == 1
     assert [speaker.say(1) for speaker in everyone] == [ABORTED, ABORTED]
     stack.worker(f"bound.py:{MODEL}", *LONG_LEASE)
     for speaker in everyone:

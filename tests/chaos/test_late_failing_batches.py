@@ -11,7 +11,7 @@ import pytest
 
 from carpool.keys import Keys
 from support.stack import Stack
-from support.waiting import wait_until
+from support.waiting import Stopwatch, ample_ms, wait_until
 
 pytestmark = pytest.mark.chaos
 
@@ -25,6 +25,15 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         yield stack
 
 
+def expiration_ms_of(stack: Stack, model: str, home: Path) -> int:
+    """After which time what is executed at once expires on this machine, while it is executed."""
+    stopwatch, gate = Stopwatch(), home / "open"
+    gate.touch()
+    body = json.dumps({"calls": str(home / "measured"), "gate": str(gate)})
+    assert stack.result(model, stack.send(model, body=body))["status"] == "INTERNAL"
+    return ample_ms(stopwatch, 1000)
+
+
 @pytest.mark.parametrize(("settings", "calls"), [({}, 1), ({"expiration_action": "delay"}, 2 * SIZE - 1)])
 def test_failing_batch_is_halved_only_while_its_requests_are_awaited(
     stack: Stack, tmp_path: Path, settings: dict[str, str], calls: int
@@ -36,10 +45,16 @@ def test_failing_batch_is_halved_only_while_its_requests_are_awaited(
     called, gate = tmp_path / "calls", tmp_path / "gate"
     body = json.dumps({"calls": str(called), "gate": str(gate)})
     names = [f"r{number}" for number in range(SIZE)]
-    stack.send_packed(model, [{"correlation_id": name, "body": body} for name in names], expiration=1000)
+    expiration_ms = expiration_ms_of(stack, model, tmp_path)
+    stack.send_packed(
+        model, [{"correlation_id": name, "body": body} for name in names], expiration=expiration_ms
+    )
     wait_until(called.exists, description="the model executes the batch")
     began_s, _ = stack.redis.time()
-    wait_until(lambda: stack.redis.time()[0] > began_s + 2, description="their deadlines passed")
+    wait_until(
+        lambda: stack.redis.time()[0] > began_s + expiration_ms / 1000 + 1,
+        description="their deadlines passed",
+    )
     gate.touch()
     statuses = {stack.result(model, name)["status"] for name in names}
     assert statuses == {"INTERNAL" if settings else "DEADLINE_EXCEEDED"}

@@ -505,8 +505,9 @@ def test_start_of_a_begun_sequence_waits_for_earlier_requests(single: Stack, gat
 def test_sequence_without_an_end_is_ended_when_idle(single: Stack) -> None:
     producer = Producer(single)
     with idle_ms(single, 400):
-        producer.send("a", starts=True)
-        producer.send("a")
+        with producer.together():  # or the first could be idle until the second comes
+            producer.send("a", starts=True)
+            producer.send("a")
         producer.read()
         wait_until(lambda: not single.redis.exists(KEYS.sequence("a")), description="the state is gone")
         producer.checker.idle("a")
@@ -523,11 +524,12 @@ def test_sequence_that_waits_is_not_ended(single: Stack, gate: Path) -> None:
     producer = Producer(single)
     producer.send("a", starts=True)
     producer.read()
+    producer.send("blocking", starts=True, ends=True, gate=str(gate))
+    wait_until_in_flight(single, "blocking")
+    producer.send("a")
+    producer.send("a", ends=True)
+    let_pass(single, 1)  # the batcher has read both
     with idle_ms(single, 300):
-        producer.send("blocking", starts=True, ends=True, gate=str(gate))
-        wait_until_in_flight(single, "blocking")
-        producer.send("a")
-        producer.send("a", ends=True)
         let_pass(single, 700)
         single.active_batcher(MODEL).kill()
         single.batcher()

@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -19,13 +19,14 @@ from carpool.keys import Keys
 from support.models.stepping import text_of
 from support.stack import Service, Stack, frozen, frozen_with_batch
 from support.stream_load import StreamChecker, StreamLoad
-from support.waiting import wait_until
+from support.waiting import Stopwatch, wait_until
 
 pytestmark = pytest.mark.chaos
 
 CHAIN: Final = "stepping.py:Chain"
 KEYS: Final = Keys("Chain")
 LEASE: Final = ("--lease-ms", "600")
+PATIENT_MS: Final = "600000"  # `reader_idle_ms` where no reader is to be given up
 # Of workers that nothing happens to: none may lose its requests because this machine stands still.
 LONG_LEASE: Final = ("--lease-ms", "30000")
 
@@ -543,7 +544,8 @@ def test_checker_detects_a_hand_over_that_raises_the_delivery_count(stack: Stack
 # --- memory
 
 
-LONG: Final = 10_000
+LONG: Final = 10_000  # values of a long conversation, and how long it may take: else it is shorter
+LONG_S: Final = 60.0
 
 
 def rss_bytes(pid: int) -> int:
@@ -580,34 +582,50 @@ def values_of(found: dict[str, Any]) -> list[int]:
     return values
 
 
+class Countdown(NamedTuple):
+    """A stack that counts down, how far it does so in `LONG_S` on this machine, and after which time a reader
+    has stopped."""
+
+    stack: Stack
+    service: Service
+    length: int
+    idle_ms: int
+
+
 @pytest.fixture(scope="module")
-def countdown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Service]]:
+def countdown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Countdown]:
     with Stack(tmp_path_factory.mktemp("countdown")) as stack:
         stack.batcher()
         service = worker(stack, LONG_LEASE, "stepping.py:countdown")
         stack.wait_for_model("countdown")
+        stack.configure("countdown", reader_idle_ms=PATIENT_MS)
+        stopwatch = Stopwatch()
         stack.send("countdown", correlation_id="warm", body="1000", stream=1)
         read_all(stack, "warm", "countdown")
-        yield stack, service
+        warm_s = stopwatch.elapsed_s
+        yield Countdown(
+            stack, service, min(LONG, int(1000 * LONG_S / warm_s)), max(1000, int(1000 * warm_s / 4))
+        )
 
 
 @pytest.mark.parametrize("pace", [1, 10])
-def test_memory_of_a_long_conversation_is_bounded(countdown: tuple[Stack, Service], pace: int) -> None:
+def test_memory_of_a_long_conversation_is_bounded(countdown: Countdown, pace: int) -> None:
     """A reader that reads at once, and one that reads only when ten times as much is there."""
-    stack, service = countdown
+    stack, service, length, _ = countdown
+    name = f"pace-{pace}"
     memory, values, envelopes_read = Memory(stack, service), list[int](), 0
-    stack.send("countdown", correlation_id="r", body=str(LONG), stream=1)
+    stack.send("countdown", correlation_id=name, body=str(length), stream=1)
     while True:
         if pace > 1:
             wait_until(
                 lambda: (
-                    stack.redis.llen(Keys("countdown").result("r")) >= 25 * pace
+                    stack.redis.llen(Keys("countdown").result(name)) >= 25 * pace
                     or not stack.redis.xlen(Keys("countdown").batches)
                 ),
                 description="more is written, or the request has ended",
             )
         for _ in range(25):
-            found = stack.result("countdown", "r")
+            found = stack.result("countdown", name)
             if found["final"]:
                 break
             values += values_of(found)
@@ -615,28 +633,30 @@ def test_memory_of_a_long_conversation_is_bounded(countdown: tuple[Stack, Servic
         memory.look()
         if found["final"]:
             break
-    print(f"read at a pace of 1/{pace}: {memory}; {LONG} values in {envelopes_read} chunks")
-    assert values == found["body"] == list(range(LONG, 0, -1))
+    print(f"read at a pace of 1/{pace}: {memory}; {length} values in {envelopes_read} chunks")
+    assert values == found["body"] == list(range(length, 0, -1))
     assert max(memory.used_bytes) < 32 * 1024 * 1024
     assert_settled(stack, "countdown")
 
 
-def test_memory_of_a_conversation_whose_reader_stops_is_bounded(countdown: tuple[Stack, Service]) -> None:
-    stack, service = countdown
-    stack.configure("countdown", reader_idle_ms="1000")
+def test_memory_of_a_conversation_whose_reader_stops_is_bounded(countdown: Countdown) -> None:
+    stack, service, length, idle_ms = countdown
     memory = Memory(stack, service)
-    stack.send("countdown", correlation_id="r", body=str(10**9), stream=1)
     values: list[int] = []
-    while len(values) < LONG // 5:
-        values += values_of(stack.result("countdown", "r"))
 
     def has_ended() -> bool:
         memory.look()
         return not stack.redis.xlen(Keys("countdown").batches)
 
-    wait_until(has_ended, description="the request is cancelled")
-    stack.configure("countdown", reader_idle_ms="60000")  # in other tests no reader is given up
-    *chunks, final = read_all(stack, "r", "countdown")
+    stack.configure("countdown", reader_idle_ms=str(idle_ms))
+    try:
+        stack.send("countdown", correlation_id="stops", body=str(10**9), stream=1)
+        while len(values) < length // 5:
+            values += values_of(stack.result("countdown", "stops"))
+        wait_until(has_ended, description="the request is cancelled")
+    finally:
+        stack.configure("countdown", reader_idle_ms=PATIENT_MS)  # of the other tests of this stack
+    *chunks, final = read_all(stack, "stops", "countdown")
     for found in chunks:
         values += values_of(found)
     print(f"read in part: {memory}; {len(values)} values in all")

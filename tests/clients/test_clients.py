@@ -53,7 +53,7 @@ def test_producer_in_each_language_gets_the_documented_results(
     assert_refused(
         steps["expiration"],
         "DEADLINE_EXCEEDED",
-        f"expired: still waiting {EXPIRATION_MS} ms after its arrival",
+        f"expired: still waiting {EXPIRATION_MS} ms after its arrival; no worker serves its model now",
     )
     field = golden("requests.json", "cases", "priority '10'")["becomes"][0]["refusal"]["field"]
     assert_refused(steps["invalid"], "INVALID_ARGUMENT", f"{field}: must be a whole number from 0 to 9")

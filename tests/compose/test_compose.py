@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import urllib.request
 from collections.abc import Iterator
@@ -174,10 +175,17 @@ def test_own_model_takes_two_lines_and_down_removes_everything(images: None) -> 
     assert len(lines) == 2
     with (
         built("carpool-test-shout", example) as image,
-        Project(CARPOOL_WORKER_IMAGE=image, MODEL="model.py:shout") as project,
+        Project(
+            CARPOOL_WORKER_IMAGE=image,
+            MODEL="model.py:shout",
+            CARPOOL_SET="max_batch_size=8\nresult_ttl_ms=30s",
+        ) as project,
     ):
         project.up()
         assert project("run", "--rm", "tools", "infer", "shout", "hello").split()[-1] == '"HELLO"'
+        settings = project("run", "--rm", "operator", "config", "shout")
+        assert re.search(r"^max_batch_size +8 ", settings, re.MULTILINE)
+        assert re.search(r"^result_ttl_ms +30000 ", settings, re.MULTILINE)
         project("stop")
         exit_codes = {each["Name"]: each["State"]["ExitCode"] for each in project.containers()}
         assert set(exit_codes.values()) == {0}, exit_codes

@@ -36,7 +36,11 @@ from support.stack import RESULT_S, Stack, envelope
 from support.status import get
 from support.waiting import wait_until
 
-MODELS: Final = ("square", "plain.py:Echo", "plain.py:Single", "faulty.py:Faulty", "stateful.py:Folding")
+MODELS: Final = (
+    *("square", "plain.py:Echo", "plain.py:Single", "faulty.py:Faulty", "stateful.py:Folding"),
+    "calling.py:Ask",
+)
+CALLS: Final = ("--calls", "square")  # what models may call
 TESTER: Final = "password-of-the-tester"  # its user may do everything
 
 # Servers, and for which Redis the rules are written.
@@ -84,7 +88,8 @@ def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     binary, rules = request.param
     home = tmp_path_factory.mktemp("secured")
     secrets, users = home / "secrets", home / "acl" / "users.acl"
-    assert acl.main(["--secrets", str(secrets), "--output", str(users), "--redis", rules]) == 0
+    command = ["--secrets", str(secrets), "--output", str(users), "--redis", rules, *CALLS]
+    assert acl.main(command) == 0
     with users.open("a") as file:
         file.write(f"user tester on >{TESTER} ~* &* +@all\n")
     options = (*NO_PERSISTENCE, "--aclfile", str(users))
@@ -94,6 +99,7 @@ def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with Stack(home / "logs", server=server, environment=environment) as stack:
         secured = Secured(stack, f"127.0.0.1:{server.port}", secrets, users, rules)
         environment |= {role: secured.environment(role) for role in ("batcher", "worker", "gateway")}
+        environment["worker"]["CARPOOL_MODEL_REDIS_URL"] = secured.url("model")
         stack.serve(*MODELS)
         yield secured
 
@@ -160,7 +166,8 @@ def test_connections_sign_in_with_their_roles(secured: Secured) -> None:
         "commit": "worker",
         "w": "producer",
     }
-    assert {(name, user) for name, user in seen if name in expected} == set(expected.items())
+    of_models = {("w", "model")}  # a model that calls others, if it was called before
+    assert {(name, user) for name, user in seen - of_models if name in expected} == set(expected.items())
 
 
 async def test_async_client_uses_two_models(no_denials: Secured) -> None:
@@ -176,6 +183,14 @@ def test_client_gets_results_and_errors(no_denials: Secured) -> None:
         assert client.infer("square", 12) == 144
         with pytest.raises(InvalidArgumentError):
             client.infer("square", "not a number")
+
+
+async def test_model_calls_only_those_that_it_may(secured: Secured) -> None:
+    """Given a user that may send to one model, expect that its models call that one, and no other."""
+    async with AsyncClient(secured.url("producer")) as client:
+        assert await client.infer("Ask", {"model": "square", "body": 7}) == 49
+        with pytest.raises(InternalError, match="Ask -> Echo: Redis rejected HGET"):
+            await client.infer("Ask", {"model": "Echo", "body": 7})
 
 
 def test_gateway_infers_streams_and_keeps_results(no_denials: Secured) -> None:
@@ -542,6 +557,7 @@ def test_admin_operates_redis_and_rotates_passwords(no_denials: Secured, admin: 
         str(no_denials.users),
         "--redis",
         no_denials.rules,
+        *CALLS,
     ]
     tester = no_denials.users.read_text().splitlines(keepends=True)[-1]
 
@@ -599,7 +615,7 @@ FORBIDDEN: Final = {
         f"XDEL {D} 1-1", f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >",
         f"XGROUP DESTROY {B} {W}", f"XGROUP CREATE {R} g 0", f"XPENDING {B} {W}", f"SET {L} me", f"GET {L}",
         f"ZADD {Z} 1 me", f"ZREM {Z} x", f"HGETALL {P}", f"HSET {P} answered:0 1", f"RPUSH {A} forged",
-        f"LRANGE {A} 0 -1", "TIME", "INFO", "EVAL return(1) 0",
+        f"LRANGE {A} 0 -1", "INFO", "EVAL return(1) 0",
         "EVALSHA 0000000000000000000000000000000000000000 0", "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
         "ACL WHOAMI", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "SLOWLOG GET",
         f"GET {T}", f"SET {T} x", f"GET {G}", f"GETRANGE {G} 0 1", f"UNLINK {G}", "SET carpool:x:body:x 1",
@@ -612,7 +628,7 @@ FORBIDDEN: Final = {
         f"XADD {B} * a b", f"XADD {S} * a b", f"XADD {D} * a b", f"XREAD STREAMS {B} 0", f"XRANGE {B} - +",
         f"XREAD STREAMS {D} 0", f"XTRIM {B} MAXLEN 0", f"XDEL {B} 1-1", f"XDEL {D} 1-1",
         f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >", f"SET {L} me", f"GET {L}",
-        f"ZADD {Z} 1 me", f"HGETALL {P}", f"HSET {C} max_batch_size 1", f"RPUSH {A} forged", "TIME", "INFO",
+        f"ZADD {Z} 1 me", f"HGETALL {P}", f"HSET {C} max_batch_size 1", f"RPUSH {A} forged", "INFO",
         "EVALSHA 0000000000000000000000000000000000000000 0", "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
         "ACL WHOAMI", "CLIENT LIST", "CLIENT KILL ID 1", f"GET {T}", f"SET {T} x", f"GETRANGE {G} 0 1",
         f"UNLINK {G}", f"HGET {Q} state", f"HSET {Q} state x", f"DEL {Q}", f"ZREM {K} x", "SCAN 0",

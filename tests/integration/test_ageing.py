@@ -67,6 +67,32 @@ def test_no_request_fails_while_processes_are_replaced_many_times(stack: Stack, 
     directory.close()
 
 
+@pytest.mark.parametrize(("device", "loads"), [("cpu", "beside it"), ("cuda:0", "afterwards")])
+def test_an_async_process_is_replaced_between_its_executions(
+    stack: Stack, client: Client, tmp_path: Path, device: str, loads: str
+) -> None:
+    """Given a model that executes several batches at a time, calls another one whose processes are replaced,
+    too, and has a parameter that no pipe takes at once. The first process has no space beside it on a GPU."""
+    name, salt = f"Async-{device[:3]}", tmp_path / "salt"
+    salt.write_text("x" * 1_000_000)
+    stack.worker("ageing.py:Renewed")
+    spec = f"{name}=ageing.py:RenewedAsync"
+    worker = stack.worker(spec, "--device", device, "--param-file", f"salt={salt}", "--http-port", "0")
+    results: list[list[int]] = []
+    while len({pid for pid, *_ in results}) < 5:
+        results += client.infer_many(name, range(64), in_flight=24)  # any error ends this
+    assert max(together for _, together, *_ in results) == 4
+    assert {length for *_, length in results} == {1_000_000}
+    expected = {f'{metric}_total{{model="{name}"}}': f"{len(results)}.0" for metric in ("begun", "ended")}
+    wait_until(
+        lambda: expected.items() <= own_metrics(worker.status_url).items(),
+        description="each request was executed once, and all processes have told what they counted",
+    )
+    assert {event["loads"] for event in worker.events(OLD)} == {loads}
+    assert len(worker.events(REPLACED)) >= 4
+    assert not worker.events("model process died")
+
+
 def test_a_leaking_model_stays_under_its_limit(stack: Stack, client: Client) -> None:
     """It keeps 1 MiB of each request; the one that it executes when the limit is reached may be above."""
     worker = stack.worker("ageing.py:Leaking")

@@ -11,7 +11,7 @@ import pytest
 from carpool import Client
 from support.command import carpool
 from support.stack import Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 MODEL: Final = "Hearing"
 SLOTS: Final = 4
@@ -36,13 +36,13 @@ def top(stack: Stack) -> dict[str, Any]:
 
 def test_models_and_top_show_slots(served: Stack) -> None:
     with (
-        Client(served.url, timeout=20) as client,
+        Client(served.url, timeout=EVENTUALLY_S) as client,
         client.sequence(MODEL) as one,
         client.sequence(MODEL) as two,
     ):
         for sequence in (one, two):
             sequence.infer(1)
-        wait_until(lambda: top(served)["sequences"]["kept"] == 2, description="two are kept", timeout_s=20)
+        wait_until(lambda: top(served)["sequences"]["kept"] == 2, description="two are kept")
         assert top(served)["sequences"]["slots"] == PROCESSES * SLOTS
         assert "  2 kept  8 slots  " in carpool(served.url, "top", "--once").stdout
         assert carpool(served.url, "models").stdout.rstrip().endswith("  2 of 8 slots")

@@ -23,7 +23,7 @@ from carpool.store.results import Address, Answer, answer_ahead
 from carpool.wire.requests import decode_entry
 from support.models.bound import digest
 from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 from support.wire import flat_of
 
 MODEL: Final = "Hearing"
@@ -59,7 +59,7 @@ class Played:
             found[:] = self.processes()
             return len(found) == 1 and found != [but]
 
-        wait_until(is_another, description="there is one process, under another name", timeout_s=30)
+        wait_until(is_another, description="there is one process, under another name")
         return found[0]
 
     def dispatch(self, process: str, *requests: tuple[str, Any]) -> list[str]:
@@ -244,7 +244,7 @@ def test_drain_finishes_sequences_and_then_leaves(played: Played) -> None:
     ]
     assert worker.alive and played.processes() == [process]
     played.told_end(process, "b")
-    assert worker.process.wait(15) == 0
+    assert worker.process.wait(EVENTUALLY_S) == 0
     assert worker.wait_for("worker stopped")["clean"]
     assert not played.processes()
     assert played.hooks.read_text().split("\n")[2:-1] == ["end a", "end b"]

@@ -1,6 +1,7 @@
 """The `carpool` command as real processes: output, exit status, signals, and processes that remain.
 
-Commands run in new interpreters where their start is tested, and in forked ones else (see `support.command`).
+Commands and what they start run in new interpreters where their start is tested, and in forked ones else (see
+`support.command`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Final, Self
 
 import pytest
+import redis
 from redis import Redis
 
 from carpool.client import Client
@@ -28,8 +30,11 @@ from carpool_cli.demo import listening
 from carpool_cli.local import embedded, supervisor
 from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_cli.local.supervisor import StackPlan, Supervisor
-from support.command import Done, carpool, clean_environment
+from support.child_forking import STARTER
+from support.command import Done, carpool, clean_environment, running
+from support.forking import ForkedProcess, ForkServer
 from support.http import call
+from support.stack import process_name
 from support.waiting import wait_until
 
 ECHO: Final = f"{Path(__file__).parent.parent / 'support' / 'models' / 'plain.py'}:Echo"
@@ -56,6 +61,24 @@ class Slow:
     def predict(self, batch):
         return batch
 """
+CONFIGURED: Final = """
+class Told:
+    max_batch_size = 3
+    def __init__(self, *, text: str, token: str = ""):
+        self.found = [text, len(token), self.max_batch_size]
+    def predict(self, batch):
+        return [self.found for _ in batch]
+"""
+MODELS_FILE: Final = """
+[models.a]
+object = "models.py:Told"
+replicas = 2
+parameters = { text = "of the file" }
+[models.b]
+object = "models:Told"
+parameters = { text = "of the file" }
+settings = { max_batch_size = 4 }
+"""
 START_S: Final = 280.0  # below the limit of a test, so that a command that hangs shows what it printed
 STOP_S: Final = 30.0
 
@@ -71,15 +94,26 @@ def start(*arguments: str, stdin: bytes = b"", **more: str) -> Done:
 
 
 class Up:
-    """A running `carpool up`, with its output in a file and its data in `home`."""
+    """A running `carpool up`, with its output in a file and its data in `home`. It and its services are
+    forked, or with `fresh` new interpreters."""
 
-    def __init__(self, home: Path, *arguments: str, more: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self, home: Path, *arguments: str, more: Mapping[str, str] = {}, fresh: bool = False
+    ) -> None:
         self.output = home / "up.log"
+        environment = {**clean_environment(), "TMPDIR": str(home), **more}
+        self.process: ForkedProcess | subprocess.Popen[bytes]
         with self.output.open("wb") as output:
+            if not fresh:
+                server = ForkServer.of_this_process()
+                self.process = server.start(
+                    "carpool_cli", ["up", *arguments], home, environment, output, output, has_session=True
+                )
+                return
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "carpool_cli", "up", *arguments],
                 cwd=home,
-                env={**clean_environment(), "TMPDIR": str(home), **more},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -112,9 +146,11 @@ class Up:
         assert found is not None
         return found[1]
 
-    def child(self, part: str) -> int:
-        """The pid of the child whose command line contains this."""
-        (pid,) = [pid for pid in children(self.process.pid) if part in command_line(pid)]
+    def child(self, name: str) -> int:
+        """The pid of the child that runs this: its name says so, or its command line if it is not forked."""
+        (pid,) = [
+            pid for pid in children(self.process.pid) if name in f"{process_name(pid)} {command_line(pid)}"
+        ]
         return pid
 
     def descendants(self) -> set[int]:
@@ -131,7 +167,8 @@ class Up:
 def children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         tasks = Path(f"/proc/{pid}/task").iterdir()
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        return [child for child in found if process_name(child) != STARTER]
     return []
 
 
@@ -147,10 +184,10 @@ def have_ended(pids: set[int]) -> bool:
 
 
 @contextlib.contextmanager
-def up(home: Path, *arguments: str, more: Mapping[str, str] = {}) -> Iterator[Up]:
+def up(home: Path, *arguments: str, more: Mapping[str, str] = {}, fresh: bool = False) -> Iterator[Up]:
     """A stack that is up, with its own Redis unless one is given. It is killed at the end of the block."""
     port = [] if "--redis-url" in arguments or more else ["--redis-port", str(embedded.free_port())]
-    with Up(home, *arguments, *port, more=more) as started:
+    with Up(home, *arguments, *port, more=more, fresh=fresh) as started:
         started.wait_for(IS_UP)
         yield started
 
@@ -158,7 +195,7 @@ def up(home: Path, *arguments: str, more: Mapping[str, str] = {}) -> Iterator[Up
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """A stack for all tests that do not change it."""
-    with up(tmp_path_factory.mktemp("up"), "square", ECHO) as started:
+    with up(tmp_path_factory.mktemp("up"), "square", ECHO, fresh=True) as started:
         yield started
 
 
@@ -281,7 +318,9 @@ def test_models_shows_waiting_requests(tmp_path: Path) -> None:
 def test_printed_commands_work(square: Up) -> None:
     lines = [line.strip() for line in square.text().splitlines() if line.startswith("  ")]
     for_carpool, for_curl, for_redis_cli, for_python = [
-        line for line in lines if "square" in line and " is served " not in line
+        line
+        for line in lines
+        if "square" in line and " is served " not in line and "still loading" not in line
     ]
     assert _shell(for_carpool) == _shell(for_python) == "49\n"
     if shutil.which("curl"):
@@ -324,7 +363,7 @@ class Few:
     ]
     outputs = [TensorSpec("ids", "INT64", (3, -1))]
     def predict(self, batch):
-        assert batch["text"].tolist() == [["hello"]]
+        assert batch["text"].tolist() == [[b"hello"]]
         return {"ids": batch["ids"] + 1}
 class Many:
     inputs = [TensorSpec("pixels", "FP16", (3, 224, 224))]
@@ -383,7 +422,7 @@ def test_killed_process_is_restarted(tmp_path: Path, name: str) -> None:
 
 
 def test_no_child_survives_a_killed_supervisor(tmp_path: Path) -> None:
-    with up(tmp_path, "square") as started:
+    with up(tmp_path, "square", fresh=True) as started:
         pids = started.descendants()
         assert len(pids) == 5, "Redis, a batcher, a worker and its model process, a gateway"
         started.process.kill()
@@ -393,21 +432,20 @@ def test_no_child_survives_a_killed_supervisor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stop_lets_the_workers_finish_and_removes_everything(tmp_path: Path, number: signal.Signals) -> None:
     gate = tmp_path / "gate"
-    with up(tmp_path, ECHO) as started:
+    body = json.dumps({"gate": str(gate)})
+    with (
+        up(tmp_path, ECHO, fresh=number == signal.SIGINT) as started,
+        running(started.url, "infer", "Echo", body) as infer,
+    ):
         pids = started.descendants()
-        infer = subprocess.Popen(
-            [sys.executable, "-m", "carpool_cli", "infer", "Echo", json.dumps({"gate": str(gate)})],
-            env={**clean_environment(), "CARPOOL_REDIS_URL": started.url},
-            stdout=subprocess.PIPE,
-        )
         wait_until(lambda: _in_flight(started.url) == 1, description="the request is in flight")
         os.killpg(started.process.pid, number)  # as a terminal does for Ctrl-C: to the whole process group
         started.wait_for("Stopping")
         assert _in_flight(started.url) == 1, "Redis still runs, so that the worker can commit"
         gate.touch()
 
-        result, _ = infer.communicate(timeout=STOP_S)
-        assert (infer.returncode, json.loads(result)) == (0, {"gate": str(gate)})
+        done = infer.end(STOP_S)
+        assert (done.returncode, json.loads(done.stdout)) == (0, {"gate": str(gate)})
         assert started.process.wait(STOP_S) == 0
         assert started.text().rstrip().endswith("Stopped.")
         assert have_ended(pids)
@@ -432,6 +470,28 @@ def test_up_exits_with_the_reason_if_a_model_cannot_be_loaded(tmp_path: Path) ->
         assert event["exception"].strip().endswith("OSError: no weights")
         assert "the worker of Broken ended with exit status 1" in started.text().splitlines()[-1]
         assert list(tmp_path.glob("carpool-*/*")) == []
+
+
+def test_up_serves_a_file_of_models_with_what_the_command_line_replaces(tmp_path: Path) -> None:
+    """Also after the worker of a model was restarted."""
+    (tmp_path / "models.py").write_text(CONFIGURED)
+    (tmp_path / "carpool.toml").write_text(MODELS_FILE)
+    (tmp_path / "token").write_text("s3cret-of-up\n")
+    flags = ["--param", "a.text=from a flag", "--param-file", "a.token=token", "--set", "b.max_batch_size=5"]
+    with up(tmp_path, "carpool.toml", *flags) as started:
+        assert re.search("a is served after .*: 2 processes, batches of up to 3", started.text())
+        assert re.search("b is served after .*: 1 process, batches of up to 5", started.text())
+        assert carpool(started.url, "infer", "a", "1").stdout == '["from a flag",12,3]\n'
+        assert carpool(started.url, "infer", "b", "1").stdout == '["of the file",0,5]\n'
+        with redis.Redis.from_url(started.url) as client:
+            (worker,) = client.zrange("carpool:{b}:workers", 0, -1)
+        os.kill(int(worker.decode().rsplit("-", 2)[1]), signal.SIGKILL)  # HOST-PID-NUMBER/REPLICA
+        started.wait_for("model served again")
+        assert carpool(started.url, "infer", "b", "1").stdout == '["of the file",0,5]\n'
+        for pid in started.descendants():
+            assert "s3cret" not in command_line(pid)
+        assert started.end() == 0
+        assert "s3cret" not in started.text()
 
 
 def test_up_exits_with_one_line_if_a_setting_is_invalid(tmp_path: Path) -> None:
@@ -537,7 +597,7 @@ def test_given_redis_is_used_and_not_stopped(tmp_path: Path, source: str) -> Non
 def test_given_data_directory_is_kept(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with up(tmp_path, "square", "--data-dir", str(data)) as started:
-        second = start("up", "square", "--data-dir", str(data))
+        second = carpool(None, "up", "square", "--data-dir", str(data))
         assert second.returncode == 1
         assert f"{data} is in use by the Redis of process {started.process.pid}" in second.stderr
         assert started.end() == 0

@@ -28,6 +28,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import Echo
 from support.streaming import StreamingService, failure, final
 from support.transport import transport_of
+from support.waiting import EVENTUALLY_S
 
 MODEL: Final = "Vad"
 
@@ -47,13 +48,13 @@ def service(server: EmbeddedRedis) -> Iterator[StreamingService]:
 
 @pytest.fixture
 async def client(server: EmbeddedRedis, service: StreamingService) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server.url, timeout=15) as client:
+    async with AsyncClient(server.url, timeout=EVENTUALLY_S) as client:
         yield client
 
 
 @pytest.fixture
 def blocking(server: EmbeddedRedis, service: StreamingService) -> Iterator[Client]:
-    with Client(server.url, timeout=15) as client:
+    with Client(server.url, timeout=EVENTUALLY_S) as client:
         yield client
 
 

@@ -38,7 +38,7 @@ from carpool.keys import Keys
 from conftest import SERVERS
 from support.models.hashing import digest
 from support.stack import RESULT_S, Stack
-from support.waiting import Stopwatch, wait_until
+from support.waiting import EVENTUALLY_S, Stopwatch, wait_until
 from support.wire import count_requests
 
 LATENESS_MAX_S: Final = 0.6
@@ -574,7 +574,7 @@ def test_blocking_client_may_be_shared_by_threads(blocking: Client) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(EVENTUALLY_S)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
 
@@ -663,7 +663,7 @@ def in_children(work: Callable[[], Any], count: int = 1) -> list[Any]:
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join(EVENTUALLY_S)
     assert [child.exitcode for child in children] == [0] * count
     return [queue.get() for queue in results]
 

@@ -236,9 +236,7 @@ def test_override_survives_batchers_and_workers(tmp_path: Path, gate: Path) -> N
 
 def order(stack: Stack, reply_to: str, number: int) -> list[str]:
     """The correlation IDs on a reply stream, once it has `number` of them."""
-    wait_until(
-        lambda: len(stack.replies(MODEL, reply_to)) >= number, description="all are answered", timeout_s=20
-    )
+    wait_until(lambda: len(stack.replies(MODEL, reply_to)) >= number, description="all are answered")
     return [one["correlation_id"] for one in stack.replies(MODEL, reply_to)]
 
 
@@ -276,9 +274,7 @@ def test_expired_request_is_delayed_and_served(stack: Stack, gate: Path) -> None
     send(stack, "late", expiration=20, priority=9, reply_to="delayed")
     late_ms = int(stack.redis.time()[0]) * 1000
     send(stack, "low", priority=0, reply_to="delayed")
-    wait_until(
-        lambda: int(stack.redis.time()[0]) * 1000 > late_ms + 1000, description="it has expired", timeout_s=5
-    )
+    wait_until(lambda: int(stack.redis.time()[0]) * 1000 > late_ms + 1000, description="it has expired")
     gate.touch()
     assert order(stack, "delayed", 2) == ["low", "late"]
     assert {one["status"] for one in stack.replies(MODEL, "delayed")} == {"OK"}

@@ -15,6 +15,7 @@ from carpool.errors import InvalidArgumentError
 from carpool.messages.requests import JSON, MSGPACK, RAW
 from support.command import carpool
 from support.stack import Stack
+from support.waiting import EVENTUALLY_S
 
 PNG = b"\x89PNG..."
 
@@ -28,7 +29,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def client(shared: Stack) -> Iterator[Client]:
-    with Client(shared.url, timeout=20) as client:
+    with Client(shared.url, timeout=EVENTUALLY_S) as client:
         yield client
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from carpool.keys import Keys
 from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 LEASE: tuple[str, str] = ("--lease-ms", "600")
 
@@ -30,7 +30,7 @@ def test_batch_in_hand_of_a_draining_worker_does_not_keep_another_idle(stack: St
 
     gate.touch()
     assert stack.result("Echo", held)["status"] == "OK"
-    assert draining.process.wait(15) == 0
+    assert draining.process.wait(EVENTUALLY_S) == 0
     assert staying.alive
 
 
@@ -51,7 +51,7 @@ def test_replica_of_a_draining_worker_is_deregistered_when_it_has_no_batch(
 
     gate.touch()
     assert stack.result("Echo", held)["status"] == "OK"
-    assert draining.process.wait(15) == 0
+    assert draining.process.wait(EVENTUALLY_S) == 0
     assert stack.live_workers("Echo") == []
 
 
@@ -75,7 +75,7 @@ def test_drain_goes_on_while_redis_refuses_writes(stack: Stack, tmp_path: Path) 
     stack.redis.config_set("min-replicas-to-write", 0)
 
     assert stack.result("Echo", held)["status"] == "OK"
-    assert draining.process.wait(15) == 0
+    assert draining.process.wait(EVENTUALLY_S) == 0
 
 
 def hold(stack: Stack, gate: Path) -> str:

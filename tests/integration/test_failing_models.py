@@ -13,7 +13,7 @@ from carpool.errors import InternalError
 from carpool.messages.requests import JSON, MSGPACK
 from support.command import carpool
 from support.stack import Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 FAILED = 40
 
@@ -36,7 +36,7 @@ def wait_for_state(stack: Stack, model: str, is_met: Callable[[dict[str, Any]], 
 def test_model_that_raises_does_not_look_healthy(stack: Stack) -> None:
     stack.serve("faulty.py:Faulty")
     worker = stack.served_by("Faulty")
-    with Client(stack.url, timeout=20) as client:
+    with Client(stack.url, timeout=EVENTUALLY_S) as client:
         for _ in range(FAILED):
             with pytest.raises(InternalError, match="this one is spoilt"):
                 client.infer("Faulty", "raise")
@@ -71,7 +71,7 @@ def test_what_batchers_refuse_and_overrides_are_in_models(stack: Stack) -> None:
 def test_result_that_cannot_be_written_is_seen(stack: Stack) -> None:
     stack.serve("plain.py:Echo")
     with (
-        Client(stack.url, timeout=20) as client,
+        Client(stack.url, timeout=EVENTUALLY_S) as client,
         pytest.raises(InternalError, match="neither NaN nor infinity"),
     ):
         client.infer("Echo", float("nan"), content_type=MSGPACK, accept=JSON)
@@ -93,7 +93,7 @@ def test_dead_letters_are_shown_by_top(stack: Stack) -> None:
 
 def test_generator_that_raises(stack: Stack) -> None:
     stack.serve("stepping.py:countdown")
-    with Client(stack.url, timeout=20) as client, pytest.raises(InternalError):
+    with Client(stack.url, timeout=EVENTUALLY_S) as client, pytest.raises(InternalError):
         client.infer("countdown", "three", correlation_id="mine")
     state = wait_for_state(stack, "countdown", lambda state: state["failed"])
     assert state["failed"] == {"INTERNAL": 1}

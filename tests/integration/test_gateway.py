@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,12 +19,12 @@ import pytest
 
 from carpool.keys import Keys
 from support.http import Answer, Connection, call, request
-from support.models.plain import GATE_S
 from support.models.stepping import text_of
 from support.stack import Service, Stack, fixed_keys
 from support.waiting import wait_until
 
 PNG = b"\x89PNG..."
+PATIENT = {"Carpool_Timeout_Ms": "200000"}  # of requests that are not to expire, however busy this machine is
 MODELS = (
     "plain.py:Echo",
     "plain.py:label",
@@ -53,6 +53,16 @@ def gateway(shared: Stack) -> Service:
 def infer(gateway: Service, model: str, body: bytes | str, **headers: str) -> Answer:
     data = body.encode() if isinstance(body, str) else body
     return call(gateway.url, "POST", f"/carpool/v1/models/{model}/infer", data, **headers)
+
+
+def send(connections: ExitStack, gateway: Service, path: str, body: bytes) -> Connection:
+    """Send a patient request on a connection of its own, which is closed with `connections`.
+
+    It is sent as soon as it is connected: the gateway closes a connection that brings no request for long.
+    """
+    connection = connections.enter_context(Connection(gateway.url))
+    connection.send(request("POST", path, body, **PATIENT))
+    return connection
 
 
 def curl(*arguments: str) -> bytes:
@@ -180,12 +190,14 @@ def test_methods_of_a_path(gateway: Service) -> None:
         assert connection.request("GET", "/healthz").body == b"ok\n"
 
 
-def test_a_full_queue_is_429_and_a_late_result_504(gateway: Service, gate: Path) -> None:
+def test_a_full_queue_is_429_and_a_late_result_504(gateway: Service, shared: Stack, gate: Path) -> None:
     body = json.dumps({"gate": str(gate)}).encode()
     path = "/carpool/v1/models/Few/infer"
-    with Connection(gateway.url) as running, Connection(gateway.url) as late:
-        running.send(request("POST", path, body))
-        late.send(request("POST", path, body, Carpool_Timeout_Ms="1500"))
+    with ExitStack() as open_connections:
+        running = send(open_connections, gateway, path, body)
+        wait_until(lambda: in_flight(shared, "Few") == 1, description="it is executed")
+        late = infer(gateway, "Few", body, Carpool_Timeout_Ms="500")
+        assert (late.code, late.json["status"]) == (504, "DEADLINE_EXCEEDED")
         full = []
 
         def is_full() -> bool:
@@ -193,14 +205,11 @@ def test_a_full_queue_is_429_and_a_late_result_504(gateway: Service, gate: Path)
             full.append(answer)
             return answer.code == 429
 
-        holding = [Connection(gateway.url) for _ in range(3)]
-        for one in holding:
-            one.send(request("POST", path, body))
+        # One is ahead and two wait, and what was late may be in flight
+        holding = [send(open_connections, gateway, path, body) for _ in range(4)]
         wait_until(is_full, description="the queue is full")
         assert full[-1].headers["retry-after"] == "1"
         assert full[-1].json["status"] == "RESOURCE_EXHAUSTED"
-        answer = late.answer()
-        assert (answer.code, answer.json["status"]) == (504, "DEADLINE_EXCEEDED")
         for one in holding:
             one.close()
         gate.touch()
@@ -306,40 +315,32 @@ def test_what_waits_is_withdrawn_when_its_client_goes(
 ) -> None:
     notes = tmp_path / "notes"
     path = "/carpool/v1/models/Noting/infer"
-    patient = {"Carpool_Timeout_Ms": "200000"}  # or they would expire meanwhile
 
     def body(name: str, **more: str) -> bytes:
         return json.dumps({"name": name, "notes": str(notes), **more}).encode()
 
-    first = Connection(gateway.url)
-    first.send(request("POST", path, body("first", gate=str(gate))))
-    wait_until(lambda: notes_of(notes) == ["first"], description="the first is executed")
-    leaving = [Connection(gateway.url) for _ in range(20)]
-    for at, connection in enumerate(leaving):
-        connection.send(request("POST", path, body(f"gone-{at}"), **patient))
-    staying = Connection(gateway.url)
-    staying.send(request("POST", path, body("stays")))
-    wait_until(lambda: waiting(shared, "Noting") >= 20, description="they wait")
-    for at, connection in enumerate(leaving):
-        (connection.close if at % 2 else connection.reset)()
-    lines = Connection(gateway.url)
-    many = b"\n".join(body(f"line-{at}") for at in range(50))
-    lines.send(request("POST", "/carpool/v1/models/Noting/infer_many", many, **patient))
-    wait_until(lambda: answered(gateway, "infer", 499) >= 20, description="the gateway has seen them go")
-    wait_until(
-        lambda: 50 <= waiting(shared, "Noting") <= 52, description="only the lines wait", timeout_s=GATE_S / 2
-    )
-    lines.close()
-    wait_until(
-        lambda: waiting(shared, "Noting") <= 1, description="they are withdrawn, too", timeout_s=GATE_S / 2
-    )
-    gate.touch()
-    assert staying.answer().code == first.answer().code == 200
+    with ExitStack() as open_connections:
+        first = send(open_connections, gateway, path, body("first", gate=str(gate)))
+        wait_until(lambda: notes_of(notes) == ["first"], description="the first is executed")
+        before = answered(gateway, "infer", 499)
+        leaving = [send(open_connections, gateway, path, body(f"gone-{at}")) for at in range(20)]
+        staying = send(open_connections, gateway, path, body("stays"))
+        wait_until(lambda: waiting(shared, "Noting") == 20, description="they wait, but one that is ahead")
+        for at, connection in enumerate(leaving):
+            (connection.close if at % 2 else connection.reset)()
+        many = b"\n".join(body(f"line-{at}") for at in range(50))
+        lines = send(open_connections, gateway, "/carpool/v1/models/Noting/infer_many", many)
+        wait_until(
+            lambda: answered(gateway, "infer", 499) == before + 20, description="the gateway has seen them go"
+        )
+        wait_until(lambda: 50 <= waiting(shared, "Noting") <= 52, description="only the lines wait")
+        lines.close()
+        wait_until(lambda: waiting(shared, "Noting") <= 1, description="they are withdrawn, too")
+        gate.touch()
+        assert staying.answer().code == first.answer().code == 200
     shared.wait_until_idle("Noting")
     assert set(notes_of(notes)) >= {"first", "stays"}
     assert len(notes_of(notes)) <= 3, "a worker has fetched one ahead; the others were not executed"
-    first.close()
-    staying.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -395,8 +396,17 @@ def figure(gateway: Service, name: str) -> int:
 
 def waiting(shared: Stack, model: str) -> int:
     """Requests that wait, according to the report of the batcher."""
+    return gauge(shared, model, "waiting")
+
+
+def in_flight(shared: Stack, model: str) -> int:
+    """Batches in flight, according to the report of the batcher."""
+    return gauge(shared, model, "batches_in_flight")
+
+
+def gauge(shared: Stack, model: str, name: str) -> int:
     report = json.loads(shared.redis.get(Keys(model).report) or b"{}")
-    return int(report["gauges"]["waiting"]) if report else 0
+    return int(report["gauges"][name]) if report else 0
 
 
 def answered(gateway: Service, route: str, code: int) -> int:

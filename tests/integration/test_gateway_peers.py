@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ TWO: Final = 2
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with Stack(tmp_path_factory.mktemp("stack")) as stack:
-        stack.serve("triton.py:Sum", "triton.py:Identity", "triton.py:Texts", "triton.py:Starting")
+        stack.serve(*(f"triton.py:{name}" for name in ("Sum", "Identity", "Strings", "Labelled", "Starting")))
         yield stack.gateway()
 
 
@@ -62,7 +63,7 @@ def test_raw_requests(gateway: Service) -> None:
     answer = call(gateway.url, "POST", "/v2/models/Identity/infer", data, Inference_Header_Content_Length="0")
     size = int(answer.headers["inference-header-content-length"])
     assert answer.body[size:] == data
-    for model in ("Sum", "Texts"):  # two inputs; any number of texts
+    for model in ("Sum", "Strings"):  # two inputs; any number of texts
         path = f"/v2/models/{model}/infer"
         assert call(gateway.url, "POST", path, data, Inference_Header_Content_Length="0").code == 400
 
@@ -86,13 +87,36 @@ def test_tensors_without_elements_and_texts(gateway: Service) -> None:
     (output,) = infer(gateway, "Identity", tensor("INPUT0", "FP32", [], [8, 0])).json["outputs"]
     assert (output["shape"], output["data"]) == ([8, 0], [])
     texts = ["", "a\0b", "\u4e2d\U0001f600"]
-    (output,) = infer(gateway, "Texts", tensor("INPUT0", "BYTES", texts)).json["outputs"]
-    assert output["data"] == texts
-    body, length = with_binary(("INPUT0", "BYTES", [1, 1], b"\2\0\0\0\xff\xd8"))
-    answer = call(
-        gateway.url, "POST", "/v2/models/Texts/infer", body, Inference_Header_Content_Length=length.decode()
+    output, types = infer(gateway, "Strings", tensor("INPUT0", "BYTES", texts)).json["outputs"]
+    assert (output["data"], types["data"]) == (texts, ["bytes"])
+
+
+def test_bytes_are_any_bytes(gateway: Service) -> None:
+    """As tritonclient writes arrays of bytes objects: each with its length before it, little-endian."""
+    rows = [[bytes(range(256)), b""], [b"\xff\xd8 a picture", b"text"]]
+    data = b"".join(struct.pack("<I", len(element)) + element for row in rows for element in row)
+    body, length = with_binary(
+        ("INPUT0", "BYTES", [2, 2], data),
+        outputs=[{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "types"}],
     )
-    assert (answer.code, "UTF-8" in answer.json["error"]) == (400, True)
+    path = "/v2/models/Strings/infer"
+    answer = call(gateway.url, "POST", path, body, Inference_Header_Content_Length=length.decode())
+    size = int(answer.headers["inference-header-content-length"])
+    assert (answer.code, answer.body[size:]) == (200, data)
+    assert json.loads(answer.body[:size])["outputs"][1]["data"] == ["bytes", "bytes"]
+    in_json = infer(gateway, "Strings", tensor("INPUT0", "BYTES", ["a"]), outputs=[{"name": "OUTPUT0"}])
+    assert in_json.json["outputs"][0]["data"] == ["a"]
+    body, length = with_binary(("INPUT0", "BYTES", [1, 1], b"\1\0\0\0\xff"))
+    answer = call(gateway.url, "POST", path, body, Inference_Header_Content_Length=length.decode())
+    assert (answer.code, "binary_data" in answer.json["error"]) == (400, True)
+
+
+def test_classes_have_labels(gateway: Service) -> None:
+    wanted = [{"name": "scores", "parameters": {"classification": TWO}}]
+    (output,) = infer(gateway, "Labelled", tensor("scores", "FP32", [0.5, 3, 1]), outputs=wanted).json[
+        "outputs"
+    ]
+    assert output["data"] == ["3.000000:1:dog", "1.000000:2:bird"]
 
 
 @pytest.mark.parametrize("sequence_id", [1001, "a-text"])

@@ -410,6 +410,33 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         assert server.app.gone == ["/parts"]
 
 
+def test_a_client_that_reads_slowly_is_cut_off() -> None:
+    """Given one that takes its answer byte by byte, as slowhttptest -X does, expect the end at the limit."""
+    with running() as server, Connection(server.url) as connection:
+        connection.send(request("GET", "/large"))
+        assert connection.answer(has_body=False).code == 200
+        while server.server.connections:
+            connection.socket.recv(1)
+        assert len(connection.rest()) < LARGE_BYTES, "what was on its way"
+        assert server.server.memory.held_bytes == 0
+
+
+def test_no_further_answer_is_made_for_a_client_that_does_not_read() -> None:
+    """Given requests that were sent ahead, expect that the second waits until the first answer was read."""
+    with running(LIMITS._replace(write_s=30, idle_s=30)) as server, Connection(server.url) as connection:
+        connection.send(request("GET", "/large") * 3)
+        wait_until(lambda: server.app.done, description="the first is answered")
+        held = server.server.memory.held_bytes
+        assert call(server.url, "GET", "/").code == 200, "others are served"
+        wait_until(lambda: len(server.app.done) > 1, description="that is counted")
+        assert [path for path, *_ in server.app.done] == ["/large", "/"]
+        assert 0 < held <= LARGE_BYTES + 1000
+        assert call(server.url, "POST", "/", b"x").code == 503, "too much is held for a body"
+        for _ in range(3):
+            assert len(connection.answer().body) == LARGE_BYTES
+        assert server.server.memory.held_bytes == 0
+
+
 def test_a_slow_reader_gets_all_of_the_last_answer() -> None:
     with running(LIMITS._replace(write_s=30)) as server, Connection(server.url) as connection:
         connection.send(request("GET", "/large", Connection="close"))
@@ -446,6 +473,30 @@ def test_draining_answers_what_has_begun() -> None:
             assert draining.result(20)
         with pytest.raises(ConnectionRefusedError):
             Connection(server.url)
+
+
+def test_draining_resets_no_connection() -> None:
+    """Given clients that open a connection for each request, expect that each is answered or refused."""
+    answered, failed = [0] * 4, list[str]()
+
+    def send(client: int, url: str) -> None:
+        while True:
+            try:
+                answered[client] += call(url, "POST", "/", b"x").code == 200
+            except ConnectionRefusedError:
+                return
+            except (OSError, AssertionError) as error:
+                failed.append(f"{type(error).__name__}: {error}")
+
+    with running() as server:
+        clients = [threading.Thread(target=send, args=(at, server.url)) for at in range(len(answered))]
+        for client in clients:
+            client.start()
+        wait_until(lambda: all(answered), description="all have answers")
+        assert server.call(server.server.drain(10))
+        for client in clients:
+            client.join(20)
+    assert not failed
 
 
 # --- compressed bodies -------------------------------------------------------------------------------------

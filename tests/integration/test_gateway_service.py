@@ -16,10 +16,10 @@ import pytest
 
 from carpool.keys import Keys
 from carpool_gateway.answers import HttpError
-from carpool_gateway.keys import Key, KeyRing, is_loopback, read_keys
+from carpool_gateway.credentials import Key, KeyRing, is_loopback, read_keys
 from support.http import Answer, Connection, call, request
 from support.stack import Service, Stack, fixed_keys, frozen
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 ECHO = "/carpool/v1/models/Echo/infer"
 SLEEPER = "/carpool/v1/models/Sleeper/infer"
@@ -164,7 +164,7 @@ def test_addresses_of_this_machine() -> None:
 def test_without_keys_it_listens_on_this_machine_only(shared: Stack) -> None:
     refused = shared.gateway("--host", "0.0.0.0", ready=False)  # noqa: S104
     assert "without --keys" in refused.wait_for("gateway cannot start")["reason"]
-    assert refused.process.wait(20) == 1
+    assert refused.process.wait(EVENTUALLY_S) == 1
     wanted = shared.gateway("--host", "0.0.0.0", "--anonymous")  # noqa: S104
     port = wanted.url.rpartition(":")[2]
     assert call(f"http://127.0.0.1:{port}", "POST", ECHO, b"7").body == b"7"
@@ -295,7 +295,7 @@ def test_draining_waits_for_results_but_not_for_ever(shared: Stack) -> None:
             one.signal(signal.SIGTERM)
         assert first.answer().json == 1.5
         assert idle.rest() == second.rest() == b""
-    assert patient.process.wait(15) == hasty.process.wait(15) == 0
+    assert patient.process.wait(EVENTUALLY_S) == hasty.process.wait(EVENTUALLY_S) == 0
     assert hasty.events("requests without an answer were withdrawn")
     shared.wait_until_idle("Sleeper")
 

@@ -21,7 +21,7 @@ from carpool.rows import BODY_TTL_MS
 from carpool.wire.bodies import encode_body
 from support.stack import Stack, fixed_keys
 from support.transport import transport_of
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, Stopwatch, ample_ms, wait_until
 
 LARGE: Final = LARGE_BODY_BYTES * 10
 
@@ -44,7 +44,7 @@ def wait_until_deleted(stack: Stack, model: str) -> None:
 def store(stack: Stack, model: str, name: str, body: bytes | str, **fields: Any) -> str:
     """Store a body and send its request, as PROTOCOL.md says; return the entry's ID."""
     pipeline = stack.redis.pipeline(transaction=True)
-    pipeline.set(Keys(model).body(name), body, px=60_000)
+    pipeline.set(Keys(model).body(name), body, px=600_000)
     size_bytes = len(body) if isinstance(body, bytes) else len(body.encode())
     pipeline.xadd(Keys(model).requests, {"body_key": name, "body_bytes": size_bytes, **fields})
     entry_id: bytes = pipeline.execute()[-1]
@@ -91,7 +91,10 @@ async def test_each_gets_its_own_large_result(shared: Stack) -> None:
         ]
         return await asyncio.gather(*calls)
 
-    async with AsyncClient(shared.url, timeout=30) as one, AsyncClient(shared.url, timeout=30) as other:
+    async with (
+        AsyncClient(shared.url, timeout=EVENTUALLY_S) as one,
+        AsyncClient(shared.url, timeout=EVENTUALLY_S) as other,
+    ):
         for results in await asyncio.gather(produce(one), produce(other)):
             for body, result in zip(bodies, results, strict=True):
                 if isinstance(body, dict):
@@ -105,13 +108,13 @@ async def test_each_gets_its_own_large_result(shared: Stack) -> None:
 async def test_infer_many_and_map_of_images(shared: Stack) -> None:
     """Rows of an array, strided and big-endian ones too; the model's tensor is sent to it in pieces."""
     images = np.arange(40, dtype=np.float32)[:, None] + np.zeros(LARGE // 4, np.float32)
-    async with AsyncClient(shared.url, timeout=30) as client:
+    async with AsyncClient(shared.url, timeout=EVENTUALLY_S) as client:
         for array in (images, images[:, ::2], images.astype(">f4"), np.asfortranarray(images)):
             results = await client.infer_many("Ragged", array, in_flight=16)
             np.testing.assert_array_equal(results, array)
         mapped = [result async for result in client.map("Ragged", iter(images), in_flight=8)]
         np.testing.assert_array_equal(mapped, images)
-    with Client(shared.url, timeout=30) as blocking:
+    with Client(shared.url, timeout=EVENTUALLY_S) as blocking:
         np.testing.assert_array_equal(blocking.infer_many("Ragged", images), images)
     wait_until_deleted(shared, "Ragged")
 
@@ -119,7 +122,10 @@ async def test_infer_many_and_map_of_images(shared: Stack) -> None:
 async def test_a_request_without_deadline_and_one_with_the_same_correlation_id(shared: Stack) -> None:
     """A body belongs to one request, also if two requests have one correlation ID."""
     body = "x" * LARGE
-    async with AsyncClient(shared.url, timeout=None) as one, AsyncClient(shared.url, timeout=30) as other:
+    async with (
+        AsyncClient(shared.url, timeout=None) as one,
+        AsyncClient(shared.url, timeout=EVENTUALLY_S) as other,
+    ):
         results = await asyncio.gather(
             *[client.infer("Echo", body, correlation_id="order-17") for client in (one, other)]
         )
@@ -195,13 +201,16 @@ def test_refused_on_arrival(shared: Stack, fields: dict[str, Any]) -> None:
 
 
 async def test_withdrawn_expired_and_refused_requests_leave_no_body(shared: Stack, gate: Path) -> None:
-    block(shared, gate, "Single")
-    shared.configure("Single", max_queue_bytes=str(3 * LARGE))
     images = [bytes([number]) * LARGE for number in range(3)]
-    async with AsyncClient(shared.url, timeout=30) as client:
+    async with AsyncClient(shared.url, timeout=EVENTUALLY_S) as client:
+        stopwatch = Stopwatch()
+        assert await client.infer("Single", images[0]) == images[0]
+        timeout_s = ample_ms(stopwatch, 500) / 1000  # until it expires there is time to look
+        await asyncio.to_thread(block, shared, gate, "Single")
+        await asyncio.to_thread(shared.configure, "Single", max_queue_bytes=str(3 * LARGE))
         withdrawn = client.submit("Single", images[0])
         await asyncio.sleep(0)
-        expired = client.submit("Single", images[1], timeout=0.5)
+        expired = client.submit("Single", images[1], timeout=timeout_s)
         await asyncio.to_thread(
             wait_until, lambda: len(bodies_left(shared, "Single")) == 2, description="two bodies wait"
         )
@@ -221,9 +230,12 @@ async def test_withdrawn_expired_and_refused_requests_leave_no_body(shared: Stac
 async def test_expired_in_flight(shared: Stack, gate: Path) -> None:
     """The batcher answers ahead of the commit, which deletes the body."""
     async with AsyncClient(shared.url) as client:
+        stopwatch = Stopwatch()
+        await client.infer("Echo", {"image": array_of(1)}, timeout=EVENTUALLY_S)
+        await asyncio.to_thread(wait_until_deleted, shared, "Echo")
         body = {"gate": str(gate), "image": array_of(1)}
         with pytest.raises(DeadlineExceededError):
-            await client.infer("Echo", body, timeout=0.5)
+            await client.infer("Echo", body, timeout=ample_ms(stopwatch, 500) / 1000)
         assert len(bodies_left(shared, "Echo")) == 1
         gate.touch()
         await asyncio.to_thread(wait_until_deleted, shared, "Echo")
@@ -247,7 +259,7 @@ async def test_reclaimed_batch_loads_its_bodies_again(stack: Stack, gate: Path) 
     first = stack.worker("plain.py:Echo", "--lease-ms", "600")
     stack.wait_for_model("Echo")
     images = [array_of(number) for number in range(6)]
-    async with AsyncClient(stack.url, timeout=30) as client:
+    async with AsyncClient(stack.url, timeout=EVENTUALLY_S) as client:
         blocked = client.submit("Echo", {"gate": str(gate), "image": images[0]})
         await asyncio.to_thread(
             wait_until, lambda: stack.pending("Echo") == 1, description="the first batch is in flight"
@@ -273,14 +285,14 @@ def test_bodies_are_kept_while_their_requests_wait(stack: Stack) -> None:
     stack.wait_for_model("Echo")
     assert worker.terminate() == 0
     keys = Keys("Echo")
-    stack.redis.set(keys.body("old"), large_text("o"), px=60_000)
+    stack.redis.set(keys.body("old"), large_text("o"), px=600_000)
     stack.redis.xadd(keys.requests, {"body_key": "old", "body_bytes": len(large_text("o"))}, id="1-1")
     store(stack, "Echo", "young", large_text("y"))
     wait_until(
         lambda: stack.redis.pttl(keys.body("old")) > BODY_TTL_MS - 60_000,
         description="the body of the waiting request is renewed",
     )
-    assert 0 < stack.redis.pttl(keys.body("young")) <= 60_000
+    assert 0 < stack.redis.pttl(keys.body("young")) <= 600_000
     stack.worker("plain.py:Echo")
     assert stack.result("Echo", "1-1")["status"] == "OK"
     wait_until_deleted(stack, "Echo")
@@ -292,7 +304,7 @@ async def test_lost_connection_sends_the_body_again(stack: Stack) -> None:
     stack.worker("plain.py:Ragged")
     stack.wait_for_model("Ragged")
     images = np.arange(60, dtype=np.float32)[:, None] + np.zeros(LARGE // 4, np.float32)
-    async with AsyncClient(stack.url, timeout=30) as client:
+    async with AsyncClient(stack.url, timeout=EVENTUALLY_S) as client:
         await client.infer("Ragged", images[0])
         task = asyncio.ensure_future(client.infer_many("Ragged", images, in_flight=60))
         for _ in range(3):
@@ -311,7 +323,7 @@ async def test_rejection_in_a_transaction_reaches_the_caller(stack: Stack) -> No
     stack.worker("plain.py:Echo")
     stack.wait_for_model("Echo")
     keys = Keys("Echo")
-    async with AsyncClient(stack.url, timeout=30) as client:
+    async with AsyncClient(stack.url, timeout=EVENTUALLY_S) as client:
         assert await client.infer("Echo", 1) == 1
         stack.redis.config_set("maxmemory", "1")
         with pytest.raises(ResourceExhaustedError, match="out of memory"):

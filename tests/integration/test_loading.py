@@ -17,7 +17,7 @@ from carpool.errors import DeadlineExceededError, NotFoundError
 from carpool.keys import Keys
 from support.command import carpool
 from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 LEASE: Final = ("--lease-ms", "600")
 SLOW: Final = """
@@ -66,7 +66,7 @@ def test_request_waits_until_the_model_is_loaded(stack: Stack, gate: Path) -> No
     stack.serve("plain.py:label")
     page = carpool(stack.url, "top", "--once", check=True).stdout
     assert re.findall(r"^(label|Slow) ", page, re.MULTILINE) == ["Slow", "label"]
-    with Client(stack.url, timeout=30) as client, ThreadPoolExecutor() as threads:
+    with Client(stack.url, timeout=EVENTUALLY_S) as client, ThreadPoolExecutor() as threads:
         inferred = threads.submit(client.infer, "Slow", 7)
         submitted = client.submit("Slow", 8)
         ready = threads.submit(client.wait_ready, "Slow", 30)
@@ -89,7 +89,7 @@ async def test_a_timeout_is_for_loading_and_executing(stack: Stack) -> None:
 
 
 def test_model_that_cannot_be_loaded_is_not_found(stack: Stack, gate: Path, loading: Service) -> None:
-    with Client(stack.url, timeout=30) as client:
+    with Client(stack.url, timeout=EVENTUALLY_S) as client:
         submitted = client.submit("Slow", 7)
         gate.write_text("broken")
         with pytest.raises(NotFoundError, match="no worker has registered a model 'Slow'"):
@@ -108,7 +108,7 @@ async def test_waiting_for_a_model_says_what_is_missing(stack: Stack) -> None:
         with pytest.raises(DeadlineExceededError, match="no worker has registered it"):
             await client.wait_ready("square", timeout=0.1)
         stack.serve("square")
-        await client.wait_ready("square", timeout=30)
+        await client.wait_ready("square", timeout=EVENTUALLY_S)
         stack.served_by("square").terminate()
         with pytest.raises(DeadlineExceededError, match="registered, but no worker serves it now"):
             await client.wait_ready("square", timeout=0.1)

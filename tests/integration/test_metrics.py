@@ -19,7 +19,7 @@ from carpool_cli.__main__ import main
 from support.models.metered import LOAD_GATE
 from support.stack import Service, Stack
 from support.status import get
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, Stopwatch, ample_ms, wait_until
 
 MODEL: Final = "Metered"
 SPEC: Final = "metered.py:Metered"
@@ -113,7 +113,9 @@ def send_good_and_invalid(producer: Producer) -> None:
 
 def fill_queue(stack: Stack, producer: Producer, gate: Path) -> None:
     """While the worker waits at a gate: expirations, withdrawals, and more requests than the queue holds."""
-    executing = producer.send({"gate": str(gate)}, expiration=1000)
+    stopwatch = Stopwatch()
+    producer.infer("OK", "", 0)
+    executing = producer.send({"gate": str(gate)}, expiration=ample_ms(stopwatch, 1000))
     wait_until(lambda: stack.pending(MODEL) == 1, description="the worker waits at the gate")
     ahead = producer.pack(*range(8))  # a full batch ahead of the worker: now nothing else is dispatched
     wait_until(lambda: stack.redis.xlen(Keys(MODEL).batches) == 2, description="a second batch is in flight")
@@ -329,7 +331,7 @@ def test_probes_report_each_state(stack: Stack, tmp_path: Path, monkeypatch: pyt
     assert get(worker, "/healthz") == (200, "ok")
     (tmp_path / "gate").touch()
     assert [stack.result(MODEL, name)["status"] for name in names] == ["OK"] * 3
-    assert worker.process.wait(15) == 0
+    assert worker.process.wait(EVENTUALLY_S) == 0
     assert get(batcher, "/readyz") == (200, "ok")
 
 
@@ -338,7 +340,6 @@ def wait_until_ready(*services: Service) -> None:
         wait_until(
             lambda: get(service, "/readyz") == (200, "ok"),  # noqa: B023
             description=f"{service.name} is ready",
-            timeout_s=20,
         )
         assert get(service, "/healthz") == (200, "ok")
 
@@ -352,6 +353,6 @@ def test_port_in_use_ends_the_service(stack: Stack) -> None:
     """Given a batcher's port, when a worker is started with it, expect an error and exit status 1."""
     port = stack.batcher(*HTTP).status_url.rpartition(":")[2]
     worker = stack.worker(SPEC, "--http-port", port, ready=False)
-    assert worker.process.wait(20) == 1
+    assert worker.process.wait(EVENTUALLY_S) == 1
     (event,) = worker.events("worker cannot start")
     assert event["reason"] == f"cannot listen on http://127.0.0.1:{port}: Address already in use"

@@ -1,4 +1,7 @@
-"""The real model process, and the replica that replaces it when it dies, without Redis."""
+"""The real model process, and the replica that replaces it when it dies, without Redis.
+
+Processes are forked (see `support.forking`), but for those of the tests of starting: `fresh_process_of`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import itertools
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,6 +51,7 @@ from carpool_worker.model_process.frames import (
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.replica import Replica
 from carpool_worker.sources import Fetcher
+from support.forking import forked_children
 from support.stack import RESULT_S
 from support.waiting import Stopwatch, wait_until
 
@@ -252,16 +258,36 @@ def models(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def process_of(models: Path) -> Iterator[Start]:
+def forked() -> Iterator[None]:
+    """Model processes are forked."""
+    with forked_children(process_handle):
+        yield
+
+
+@pytest.fixture
+def process_of(forked: None, models: Path) -> Iterator[Start]:
     """Make handles, and close them after the test."""
-    handles: list[ProcessHandle] = []
+    with handles(models) as make:
+        yield make
+
+
+@pytest.fixture
+def fresh_process_of(models: Path) -> Iterator[Start]:
+    """The same, of new interpreters."""
+    with handles(models) as make:
+        yield make
+
+
+@contextmanager
+def handles(models: Path) -> Iterator[Start]:
+    made: list[ProcessHandle] = []
 
     def make(name: str) -> ProcessHandle:
-        handles.append(ProcessHandle(f"{models}:{name}", "cpu", worker="worker/0"))
-        return handles[-1]
+        made.append(ProcessHandle(f"{models}:{name}", "cpu", worker="worker/0"))
+        return made[-1]
 
     yield make
-    for handle in handles:
+    for handle in made:
         handle.close(wait_s=0)
 
 
@@ -290,8 +316,8 @@ def received(process: ProcessHandle) -> tuple[OutcomeHeader, Buffer]:
 # --- the process -------------------------------------------------------------------------------------------
 
 
-def test_process_describes_its_model(process_of: Start) -> None:
-    process = process_of("Commanded")
+def test_process_describes_its_model(fresh_process_of: Start) -> None:
+    process = fresh_process_of("Commanded")
     assert not process.alive and process.pid is None
     ready = process.start()
     assert ready.settings["max_batch_size"] == "5"
@@ -299,7 +325,7 @@ def test_process_describes_its_model(process_of: Start) -> None:
     assert (ready.inputs, ready.outputs, ready.wants_requests) == ((), (), False)
     assert process.alive and process.pid != os.getpid()
 
-    ready = process_of("Doubling").start()
+    ready = fresh_process_of("Doubling").start()
     assert (ready.inputs, ready.outputs) == (
         (TensorSpec("x", "FP32", (-1,)),),
         (TensorSpec("y", "FP32", (-1,)),),
@@ -321,9 +347,9 @@ def test_frames_are_executed_in_order(process_of: Start) -> None:
 
 
 def test_output_of_a_model_goes_to_stderr_and_does_not_disturb_the_connection(
-    process_of: Start, capfd: pytest.CaptureFixture[str]
+    fresh_process_of: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    process = process_of("Commanded")
+    process = fresh_process_of("Commanded")
     process.start()
     assert execute(process, "print", "a", "print") == ["PRINT", "A", "PRINT"]
     process.close()  # which flushes its output
@@ -340,8 +366,10 @@ def test_output_of_a_model_goes_to_stderr_and_does_not_disturb_the_connection(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_process_leaves_signals_of_its_group_to_the_worker(process_of: Start, number: signal.Signals) -> None:
-    process = process_of("Commanded")
+def test_process_leaves_signals_of_its_group_to_the_worker(
+    fresh_process_of: Start, number: signal.Signals
+) -> None:
+    process = fresh_process_of("Commanded")
     process.start()
     assert process.pid is not None
     os.kill(process.pid, number)
@@ -349,12 +377,12 @@ def test_process_leaves_signals_of_its_group_to_the_worker(process_of: Start, nu
 
 
 def test_a_model_does_not_get_the_workers_credentials(
-    process_of: Start, monkeypatch: pytest.MonkeyPatch
+    fresh_process_of: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("CARPOOL_REDIS_URL", "CARPOOL_REDIS_PASSWORD_FILE", "CARPOOL_OTHER"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("CARPOOL_MODEL_REDIS_URL", "")
-    process = process_of("Commanded")
+    process = fresh_process_of("Commanded")
     process.start()
     (names,) = execute(process, "variables CARPOOL_")
     assert {"CARPOOL_OTHER", "CARPOOL_MODEL_PROCESS"} <= {*names}
@@ -395,8 +423,8 @@ def test_close_kills_a_process_that_does_not_end(process_of: Start) -> None:
     assert pid is not None and not Path(f"/proc/{pid}").exists()
 
 
-def test_killed_process_is_reported_and_can_be_started_again(process_of: Start) -> None:
-    process = process_of("Commanded")
+def test_killed_process_is_reported_and_can_be_started_again(fresh_process_of: Start) -> None:
+    process = fresh_process_of("Commanded")
     process.start()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
@@ -451,12 +479,12 @@ def test_wrong_declaration_is_an_error_without_a_traceback(process_of: Start, na
     ("name", "cause"), [("ExitsWhileLoading", "exit code 3"), ("KilledWhileLoading", "SIGKILL")]
 )
 def test_process_that_ends_while_loading_is_reported_with_the_cause(
-    process_of: Start, name: str, cause: str
+    fresh_process_of: Start, name: str, cause: str
 ) -> None:
     with pytest.raises(
         ModelLoadError, match=rf"the model process ended \({cause}\) while it loaded the model"
     ):
-        process_of(name).start()
+        fresh_process_of(name).start()
 
 
 def test_a_model_that_writes_into_the_connection_while_it_loads_is_reported(
@@ -467,6 +495,7 @@ def test_a_model_that_writes_into_the_connection_while_it_loads_is_reported(
     assert [line["worker"] for line in logs if line["event"] == WROTE] == ["worker/0"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_loading_that_stops_within_its_message_is_given_up(models: Path) -> None:
     process = ProcessHandle(f"{models}:StopsWhileItTells", "cpu", load_s_max=1.5)
     with pytest.raises(ModelLoadError, match=r"not loaded within 1\.5 s"):
@@ -732,9 +761,9 @@ def test_a_batch_is_in_hand_while_it_is_decoded(bench: Bench, monkeypatch: pytes
     seen: list[list[tuple[str, int]]] = []
     prepare = bench.codec.prepare
 
-    def watched(execution: Execution, now_us: int) -> None:
+    def watched(execution: Execution, *clock: int) -> None:
         seen.append(bench.replica.batches())
-        prepare(execution, now_us)
+        prepare(execution, *clock)
 
     monkeypatch.setattr(bench.codec, "prepare", watched)
     assert bench.finish(bench.take("a")) == ["A"]
@@ -746,7 +775,7 @@ def test_a_batch_that_could_not_be_prepared_is_not_committed(
 ) -> None:
     """It lacks results. Its lease runs out, and it is delivered again."""
 
-    def fail(execution: Execution, now_us: int) -> None:
+    def fail(*_: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patched:
@@ -885,6 +914,7 @@ def test_each_batch_has_all_of_its_time(bench: Bench, tmp_path: Path) -> None:
     assert first.deaths == {}
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_model_that_does_not_load_in_time_is_given_up(models: Path) -> None:
     process = ProcessHandle(f"{models}:HangsWhileLoading", "cpu", load_s_max=0.5)
     with pytest.raises(ModelLoadError, match=r"not loaded within 0\.5 s \(--load-s-max\)"):
@@ -925,7 +955,8 @@ def test_process_that_dies_while_idle_is_replaced_and_nothing_is_fetched_meanwhi
     assert pid is not None
     bench.replica.run_once()
     os.kill(pid, signal.SIGKILL)
-    bench.step_until(lambda: process.pid != pid)
+    with mock.patch.object(process_handle, "subprocess", subprocess):  # a forked one could be ready at once
+        bench.step_until(lambda: process.pid != pid)
     assert not process.ready
     bench.fetcher.put()
     bench.step_until(lambda: not bench.fetcher.waiting or process.ready)
@@ -1131,6 +1162,7 @@ def test_a_process_that_does_not_end_in_time_is_killed(process_of: Start) -> Non
     assert execute(process, "a") == ["A"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_process_that_unloads_longer_than_it_may_load_is_replaced(models: Path) -> None:
     """`--load-s-max` begins when the next one is started."""
     process = ProcessHandle(f"{models}:Stuck", "cpu", load_s_max=10.0)

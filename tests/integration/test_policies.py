@@ -15,7 +15,7 @@ from carpool.model_settings import ModelSettings
 from carpool_batcher.effective_settings import RETRY_S
 from support.command import Done, carpool
 from support.stack import Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 MODEL = "Echo"
 PAIRS = "policies.py:Pairs"
@@ -167,6 +167,6 @@ def test_batcher_that_takes_over_uses_registered_settings_if_an_override_is_reje
 def test_batcher_does_not_start_if_a_policy_cannot_be_used(tmp_path: Path, policy: str, reason: str) -> None:
     with Stack(tmp_path) as stack:
         batcher = stack.batcher("--policies", policy, ready=False)
-        assert batcher.process.wait(20) == 1
+        assert batcher.process.wait(EVENTUALLY_S) == 1
         (event,) = batcher.events("batcher cannot start")
         assert event["reason"].startswith(reason)

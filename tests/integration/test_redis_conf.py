@@ -18,6 +18,7 @@ from carpool_cli import acl
 from carpool_cli.local.embedded import EmbeddedRedisError
 from support.configured import ConfiguredRedis, major
 from support.stack import Stack
+from support.waiting import EVENTUALLY_S
 
 FOLDER: Final = Path(__file__).parents[2] / "ops" / "redis"
 CONF: Final = FOLDER / "redis.conf"
@@ -95,7 +96,7 @@ def test_accepted_request_survives_a_crash_of_redis(stack: Stack) -> None:
     stack.server.restart()
     stack.serve("square")
     assert stack.result("square", entry_id)["body"] == 49
-    with Client(url_of(stack, "producer"), timeout=15) as client:
+    with Client(url_of(stack, "producer"), timeout=EVENTUALLY_S) as client:
         assert list(client.map("square", range(100))) == [n * n for n in range(100)]
 
 
@@ -122,7 +123,7 @@ def test_full_redis_rejects_new_requests_and_keeps_accepted_ones(stack: Stack) -
             accepted += 1
     assert stack.redis.xlen(key) == accepted > 40
     stack.redis.delete(key)
-    with Client(url_of(stack, "producer"), timeout=15) as client:
+    with Client(url_of(stack, "producer"), timeout=EVENTUALLY_S) as client:
         assert client.infer("square", 7) == 49
 
 

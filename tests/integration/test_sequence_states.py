@@ -27,6 +27,7 @@ from carpool.store.worker import WorkerStore
 from carpool.wire.batches import decode_settled, encode_batch
 from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_worker import committer as committing
+from carpool_worker import process_handle
 from carpool_worker.batch_log import BatchLog
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
@@ -36,6 +37,7 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica import Replica
 from carpool_worker.sources import Fetcher
+from support.forking import forked_children
 
 LEASE_MS: Final = 60_000  # longer than a test
 KEYS: Final = Keys("m")
@@ -497,9 +499,10 @@ class Service:
 
 @pytest.fixture
 def service(model: Model, tmp_path: Path) -> Iterator[Service]:
-    service = Service(model, tmp_path)
-    yield service
-    service.close()
+    with forked_children(process_handle):
+        service = Service(model, tmp_path)
+        yield service
+        service.close()
 
 
 def sums(value: int) -> bytes:

@@ -24,6 +24,7 @@ from carpool.wire.registration import encode_registration
 from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
+from support.waiting import Stopwatch, ample_ms
 from support.wire import flat_of
 
 TTL_MS: Final = 60_000
@@ -250,7 +251,10 @@ def test_a_place_is_believed_only_in_an_entry_that_was_put_back(served: Served) 
 
 
 def test_a_request_that_expires_in_flight_breaks_the_sequence(served: Served) -> None:
-    served.send("a0", sequence_start=1, expiration=200)
+    stopwatch = Stopwatch()
+    served.send("b0", sequence_start=1, sequence_end=1)
+    assert served.serve() == ["b0"]
+    served.send("a0", sequence_start=1, expiration=ample_ms(stopwatch, 200))  # it is dispatched before
     served.send("a1")
     served.fetch()
     assert served.status("a0") == DEADLINE_EXCEEDED

@@ -25,11 +25,11 @@ from carpool.keys import Keys
 from support.command import carpool
 from support.models.stateful import folded
 from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 MODEL = "Folding"
 KEYS = Keys(MODEL)
-TIMEOUT_S = 20.0
+TIMEOUT_S = EVENTUALLY_S
 
 
 class Served(Stack):

@@ -32,7 +32,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import Echo
 from support.streaming import StreamingService, chunk, failure, final
 from support.transport import transport_of
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 MODEL: Final = "Writer"
 UNREACHABLE: Final = "redis://127.0.0.1:1/0"
@@ -54,7 +54,7 @@ def service(server: EmbeddedRedis) -> Iterator[StreamingService]:
 @pytest.fixture
 async def client(server: EmbeddedRedis, service: StreamingService) -> AsyncIterator[AsyncClient]:
     """A client that has looked up the model, so that requests are sent at once."""
-    async with AsyncClient(server.url, timeout=15) as client:
+    async with AsyncClient(server.url, timeout=EVENTUALLY_S) as client:
         first = client.submit(MODEL, "first", content_type="application/json")
         (request,) = await take(service)
         service.write(request, final(request, b"0"))
@@ -64,7 +64,7 @@ async def client(server: EmbeddedRedis, service: StreamingService) -> AsyncItera
 
 @pytest.fixture
 def blocking(server: EmbeddedRedis, service: StreamingService) -> Iterator[Client]:
-    with Client(server.url, timeout=15) as client:
+    with Client(server.url, timeout=EVENTUALLY_S) as client:
         yield client
 
 
@@ -101,7 +101,7 @@ async def test_chunks_are_yielded_as_they_come_and_then_the_whole(
     service.write(request, final(request, pack("Once upon a time"), index=3, first_us=4120))
     assert [value async for value in stream] == []
     assert stream.reply is not None
-    assert stream.reply == ("Once upon a time", request.correlation_id, 1, 5, 70, 4120)
+    assert stream.reply == ("Once upon a time", request.correlation_id, 1, 5, 70, 4120, "")
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
 
@@ -245,7 +245,7 @@ async def test_result_of_a_model_that_does_not_step_is_the_only_chunk(
         service.write_rows(request, pack({"datatype": "INT64", "shape": [2], "data": data}))
     (only,) = await collect(stream)
     assert (only.tolist() if isinstance(only, np.ndarray) else only) == value
-    assert stream.reply is not None and stream.reply[1:] == (request.correlation_id, 1, 5, 70, None)
+    assert stream.reply is not None and stream.reply[1:] == (request.correlation_id, 1, 5, 70, None, "")
 
 
 async def test_stream_without_chunks_ends(client: AsyncClient, service: StreamingService) -> None:
@@ -282,7 +282,7 @@ async def test_large_body_of_a_stream_is_stored_beside_it(
 
 
 async def test_first_stream_of_a_model_looks_it_up(server: EmbeddedRedis, service: StreamingService) -> None:
-    async with AsyncClient(server.url, timeout=15) as client:
+    async with AsyncClient(server.url, timeout=EVENTUALLY_S) as client:
         stream = client.stream(MODEL, "x")
         assert stream.correlation_id is None
         (request,) = await take(service)
@@ -377,7 +377,7 @@ async def test_errors_before_the_request_is_sent_come_from_the_iterator(
 
 
 async def test_closing_the_client_ends_its_streams(server: EmbeddedRedis, service: StreamingService) -> None:
-    client = AsyncClient(server.url, timeout=15)
+    client = AsyncClient(server.url, timeout=EVENTUALLY_S)
     stream = client.stream(MODEL, "x")
     (request,) = await take(service)
     service.write(request, chunk(request, 0, pack("a")))
@@ -496,7 +496,7 @@ async def test_stream_closed_before_it_is_sent_never_is(
 ) -> None:
     """Closed in the same iteration of the event loop; and closed while its model is looked up."""
     await client.stream(MODEL, "never").aclose()
-    async with AsyncClient(server.url, timeout=15) as another:
+    async with AsyncClient(server.url, timeout=EVENTUALLY_S) as another:
         await another.stream(MODEL, "never").aclose()
         last = [client.stream(MODEL, "last"), another.stream(MODEL, "last")]
         requests = await take(service, 2)
@@ -640,7 +640,7 @@ def test_threads_iterate_over_chunks(blocking: Client, service: StreamingService
         assert next(stream) == text
     service.write(request, final(request, pack("Once upon"), index=2, first_us=400))
     assert list(stream) == []
-    assert stream.reply == ("Once upon", stream.correlation_id, 1, 5, 70, 400)
+    assert stream.reply == ("Once upon", stream.correlation_id, 1, 5, 70, 400, "")
 
 
 def test_each_thread_has_its_own_stream(
@@ -720,7 +720,7 @@ def test_withdrawal_by_a_thread_is_sent_before_the_client_is_closed(
 def test_closing_the_client_ends_the_streams_of_threads(
     server: EmbeddedRedis, service: StreamingService, pool: ThreadPoolExecutor
 ) -> None:
-    client = Client(server.url, timeout=15)
+    client = Client(server.url, timeout=EVENTUALLY_S)
     stream, dropped = client.stream(MODEL, "x"), client.stream(MODEL, "y")
     request, _ = service.take(2)
     service.write(request, chunk(request, 0, pack("a")))

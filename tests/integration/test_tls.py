@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from conftest import SERVERS, name_of
 from support.cluster import free_port_of_node
 from support.command import carpool, clean_environment
 from support.configured import NO_PERSISTENCE, ConfiguredRedis
+from support.forking import forked_children
 from support.sentinel import Sentinel
 from support.stack import START_S, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 OPENSSL: Final = shutil.which("openssl")
 PASSWORD: Final = "odd:@/?#%&+ ünd"  # noqa: S105 (with all characters that are special in a URL)
@@ -134,19 +136,19 @@ def stack(
 
 
 async def test_async_client_over_tls(stack: Stack) -> None:
-    async with AsyncClient(stack.url, timeout=15) as client:
+    async with AsyncClient(stack.url, timeout=EVENTUALLY_S) as client:
         assert [result async for result in client.map("square", range(500))] == [n * n for n in range(500)]
 
 
 async def test_bodies_larger_than_a_tls_record(stack: Stack) -> None:
     """A record holds at most 16 KiB, so that a reply takes many reads."""
     bodies = [bytes([number]) * (200_000 + number) for number in range(24)]
-    async with AsyncClient(stack.url, timeout=30) as client:
+    async with AsyncClient(stack.url, timeout=EVENTUALLY_S) as client:
         assert [result async for result in client.map("Echo", bodies)] == bodies
 
 
 def test_client_gets_results_after_its_connection_was_closed(stack: Stack) -> None:
-    with Client(stack.url, timeout=15) as client:
+    with Client(stack.url, timeout=EVENTUALLY_S) as client:
         assert client.infer("square", 2) == 4
         for connection in stack.redis.client_list():
             if connection["name"].startswith("py-"):
@@ -155,7 +157,7 @@ def test_client_gets_results_after_its_connection_was_closed(stack: Stack) -> No
 
 
 def test_services_authenticate_as_their_user_and_never_log_the_password(stack: Stack) -> None:
-    with Client(stack.url, timeout=15) as client:
+    with Client(stack.url, timeout=EVENTUALLY_S) as client:
         client.infer("square", 1)
     users = {
         connection["name"].rpartition(":")[2]: connection["user"] for connection in stack.redis.client_list()
@@ -185,7 +187,7 @@ async def test_sentinel_over_tls(
     url = f"rediss{sentinel.url.removeprefix('redis')}?ssl_ca_certs={authority}"
     try:
         wait_until(sentinel.answers, description="the sentinel answers")
-        async with AsyncClient(url, timeout=15) as client:
+        async with AsyncClient(url, timeout=EVENTUALLY_S) as client:
             assert await client.infer("square", 6) == 36
         link = Link(url, name="link")
         assert link.call("PING") == b"PONG"
@@ -212,7 +214,7 @@ async def test_cluster_over_tls(tls_server: Path, certificates: Certificates, tm
             description="the cluster is formed",
         )
         stack.serve("square")
-        async with AsyncClient(url, timeout=15) as client:
+        async with AsyncClient(url, timeout=EVENTUALLY_S) as client:
             assert await client.infer("square", 6) == 36
 
 
@@ -380,7 +382,10 @@ def test_up_with_a_socket_never_shows_the_password(server: Path, tmp_path: Path)
     options = (*NO_PERSISTENCE, "--requirepass", secret)
     with ConfiguredRedis(tmp_path / "redis", *options, binary=server) as locked:
         out, err = tmp_path / "out", tmp_path / "err"
-        with out.open("wb") as stdout, err.open("wb") as stderr:
+        # Command lines are those of new interpreters, and the same on each server.
+        forked = server != SERVERS[0]
+        starting = forked_children(sys.modules[__name__]) if forked else contextlib.nullcontext()
+        with starting, out.open("wb") as stdout, err.open("wb") as stderr:
             up = subprocess.Popen(
                 [
                     sys.executable,

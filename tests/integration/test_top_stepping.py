@@ -17,13 +17,13 @@ from carpool.wire.report import BatcherReport, SteppingReport
 from support.command import carpool
 from support.models.stepping import SLOTS
 from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 MODEL: Final = "Chain"
 KEYS: Final = Keys(MODEL)
 CHUNKS: Final = 6
 STEP_S: Final = 0.02
-TIMEOUT_S: Final = 20.0
+TIMEOUT_S: Final = EVENTUALLY_S
 
 
 class Served(Stack):

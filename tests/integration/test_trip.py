@@ -15,7 +15,7 @@ import pytest
 from carpool.keys import Keys
 from conftest import SERVERS
 from support.stack import Stack, fixed_keys
-from support.waiting import wait_until
+from support.waiting import Stopwatch, ample_ms, wait_until
 from support.wire import count_requests
 
 EXPIRATIONS_MS: Final = range(300, 2400, 140)  # as many as a batch has, less one
@@ -353,9 +353,12 @@ def test_requests_behind_a_long_batch_expire_at_their_deadline(
     """Given one request executing, one dispatched ahead and one waiting, the last two expire at once."""
     model = "Single"
     shared.wait_until_idle(model)
+    stopwatch = Stopwatch()
+    shared.result(model, shared.send(model, body="0"))
+    expiration_ms = ample_ms(stopwatch, 300)  # the first is dispatched before
     shared.send(model, correlation_id=f"{prefix}-long", body=json.dumps({"gate": str(gate)}))
     for number in range(2):
-        shared.send(model, correlation_id=f"{prefix}-{number}", body="0", expiration=300)
+        shared.send(model, correlation_id=f"{prefix}-{number}", body="0", expiration=expiration_ms)
     keys = Keys(model)
     wait_until(lambda: shared.redis.xlen(keys.batches) == 2, description="one batch is dispatched ahead")
 

@@ -168,6 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.closed_until_us = 0  # by the last poll; 0 if more happened since than arrivals
         self.in_poll = False  # a poll is being checked, or its check failed
         self.looks = 0  # of the dispatcher at the lanes, in this poll
+        self.overtaken_max = 0  # what the dispatcher itself counted at these: it starts anew within a poll
         self.number = 0
         self.turnaround_us_max = 0
         self.processes_max = 0
@@ -200,11 +201,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.in_flight.adopt("found", Dispatch(runs, "idle", runs[0].lane), self.now_us - 1000)
 
     def _count_looks(self) -> None:
-        """A poll ends."""
+        """A poll ends; and what the dispatcher decides by is known."""
 
         def first(gates: Sequence[Gate], now_us: int) -> Claim | None:
             self.looks += 1
             assert self.looks <= 100 + 4 * self.number, "the dispatcher looks at the lanes for ever"
+            self.overtaken_max = max(self.overtaken_max, self.scheduler._dispatcher._overtaken)
             return original(gates, now_us)
 
         index = self.scheduler._dispatcher._index
@@ -347,7 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position, r in enumerate(batch)
             if r in self._past_deadline(batch) and r not in self.answered
         }
-        self.in_poll, self.looks = True, 0
+        self.in_poll, self.looks, self.overtaken_max = True, 0, 0
         decisions = self.scheduler.poll(self.now_us)
         if self.now_us < self.closed_until_us:
             # With one more batch ahead it may be known when another process is free, and so for others.
@@ -933,7 +935,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert dispatch.reason == ("delay" if settings.max_queue_delay_ms else "idle")
             assert dispatch.reason == "delay" or not self._is_deferred(lane)
-            is_overtaken = self.scheduler._dispatcher._overtaken or self.overtaken
+            is_overtaken = self.overtaken_max >= self.scheduler.model_processes
             assert self.now_us >= (self._delay_ends_us(lane) if is_overtaken else self._ready_at_us(lane))
         # A process is idle or about to become free; a full batch may be one ahead of any process.
         assert self._has_capacity(lane, taken, is_early=True)

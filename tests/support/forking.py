@@ -18,6 +18,7 @@ The fork server has one thread, and is this module, too: `python -m support.fork
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -28,12 +29,23 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import IO, ClassVar, Final, NoReturn
+from unittest import mock
 
 from carpool.lifecycle import command_that_dies_with_parent, die_with_parent
-from support.model_forking import fork_model_processes
+from support.child_forking import (
+    DESCRIPTORS_MAX,
+    ORDER_BYTES_MAX,
+    Order,
+    Program,
+    become,
+    fork_orphan,
+    forking_subprocess,
+)
 
 TESTS: Final = Path(__file__).parents[1]
 PRELOADED: Final = (
@@ -46,14 +58,13 @@ PRELOADED: Final = (
     "carpool_cli.dead",
     "carpool_cli.forget",
     "carpool_cli.infer",
+    "carpool_cli.local.up",
     "carpool_cli.models",
     "carpool_cli.top.command",
     "carpool_cli.tuning.simulate",
     "carpool_cli.tuning.tune",
+    "support.chaos.producer",
 )
-_ORDER_BYTES_MAX: Final = 256 * 1024
-
-Program = Callable[[], int]  # what a forked process runs; returns its exit status
 
 
 class ForkedProcess:
@@ -109,7 +120,7 @@ class ForkServer:
     _running: ClassVar[ForkServer | None] = None
 
     def __init__(self) -> None:
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.owner_pid = os.getpid()
         command = [sys.executable, "-m", "support.forking", str(theirs.fileno())]
         self._process = subprocess.Popen(
@@ -129,6 +140,10 @@ class ForkServer:
         return cls._running
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
@@ -140,18 +155,28 @@ class ForkServer:
         environment: Mapping[str, str],
         output: IO[bytes],
         errors: IO[bytes],
+        *,
+        has_session: bool = False,
     ) -> ForkedProcess:
-        """Run `module.__main__.main(arguments)` in a process of its own.
+        """Run `main(arguments)` of a module, or of `__main__` in a package, in a process of its own.
 
         `folder` is its working directory, which is not on its `sys.path`, as with `python -P -m`, and
         `environment` all of its environment. `output` and `errors` get what it writes; it reads nothing.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = [f"{module}.__main__", list(arguments), str(folder), dict(environment)]
+        order = Order(module, list(arguments), str(folder), dict(environment), has_session=has_session)
         descriptors = [theirs.fileno(), output.fileno(), errors.fileno()]
-        socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
+        socket.send_fds(self.orders, [json.dumps([False, *order]).encode()], descriptors)
         theirs.close()
         return ForkedProcess(ours)
+
+
+@contextlib.contextmanager
+def forked_children(starting: ModuleType) -> Iterator[None]:
+    """Inside the block, the interpreters that this module starts in this process are forked."""
+    namespace = forking_subprocess(ForkServer.of_this_process().orders)
+    with mock.patch.object(starting, "subprocess", namespace):
+        yield
 
 
 # --- the fork server ----------------------------------------------------------------------------------------
@@ -178,17 +203,20 @@ class _Server:
 
     def _take_order(self) -> Program | None:
         """Fork. Returns None in this process, and in the new one what that is to run."""
-        data, descriptors, _, _ = socket.recv_fds(self._orders, _ORDER_BYTES_MAX, 3)
+        data, descriptors, _, _ = socket.recv_fds(self._orders, ORDER_BYTES_MAX, DESCRIPTORS_MAX)
         if not data:  # the tests ended
             os._exit(0)
+        is_child_of_tests, *fields = json.loads(data)
+        order = Order(*fields)
+        if is_child_of_tests:
+            return fork_orphan(order, descriptors, self._close)
         status, *streams = descriptors
         server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             die_with_parent(server_pid)
             self._close()
-            _take_streams(*streams)
-            return _program(*json.loads(data))
+            return become(order, *streams)
         for descriptor in streams:
             os.close(descriptor)
         child = _Child(pid, socket.socket(fileno=status))
@@ -242,39 +270,32 @@ class _Child:
         self.status.close()
 
 
-def _take_streams(output: int, errors: int) -> None:
-    """Write standard output and error to these descriptors, and close all others."""
-    os.dup2(output, 1)
-    os.dup2(errors, 2)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-
-
-def _program(module: str, arguments: list[str], folder: str, environment: dict[str, str]) -> Program:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path[0] = folder  # for the services of tests of this module
-    main = importlib.import_module(module)
-    del sys.path[0]
-    sys.argv = [str(main.__file__), *arguments]
-    if module == "carpool_worker.__main__":
-        model_process = fork_model_processes()
-        if model_process is not None:
-            return model_process
-    return lambda: main.main(arguments)
-
-
 def _main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then end this process
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, if the tests run under nohup
     orders = socket.socket(fileno=int(sys.argv[1]))
     for module in PRELOADED:
         importlib.import_module(module)
+    del sys.path[0]  # the folder of the tests, which no service has
     gc.collect()
     gc.freeze()  # so that collecting does not copy the pages which all have in common
-    program = _Server(orders).run()
-    sys.exit(program())
+    _run(_Server(orders).run())
+
+
+def _run(program: Program) -> NoReturn:
+    """Run a program, and end as an interpreter does, but for its last step: it destroys all modules, and with
+    that would copy all of the pages that this process has in common with others, which takes 70 ms."""
+    try:
+        status = program()
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        status = end.code
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

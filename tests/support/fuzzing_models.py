@@ -152,8 +152,9 @@ _DATATYPES: Final = (
 )
 _DTYPES: Final = ("?", "u1", "i2", "i8", ">i4", "u8", "f2", "f4", "f8")
 _INPUTS: Final = (
-    *((TensorSpec("x", datatype, (2,)),) for datatype in ("FP32", "BF16", "INT64", "BYTES")),
-    (TensorSpec("x", "FP32", (2,)), TensorSpec("t", "BYTES", (2,))),
+    *((TensorSpec("x", datatype, (2,)),) for datatype in ("FP32", "BF16", "INT64")),
+    (TensorSpec("x", "BYTES", (2,), text=True),),
+    (TensorSpec("x", "FP32", (2,)), TensorSpec("t", "BYTES", (2,), text=True)),
 )
 _SHAPES: Final[tuple[tuple[int, ...], ...]] = ((), (1,), (2,), (2, 1), (-1,))
 _NAMES: Final = ("y", "score", "0", "n")

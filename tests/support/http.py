@@ -13,10 +13,10 @@ import select
 import socket
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-TIMEOUT_S: Final = 45.0
+from support.waiting import EVENTUALLY_S
 
 
 class Answer(NamedTuple):
@@ -38,7 +38,7 @@ class Connection:
         address = urlsplit(url)
         assert address.hostname is not None
         assert address.port is not None
-        self.socket = socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S)
+        self.socket = socket.create_connection((address.hostname, address.port), timeout=EVENTUALLY_S)
         self._buffer = b""
 
     def __enter__(self) -> Self:

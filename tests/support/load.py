@@ -18,7 +18,7 @@ from carpool.keys import Keys
 from carpool.messages.requests import JSON, MSGPACK, RAW
 from support.checker import Checker, Report
 from support.stack import Stack, envelope
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 INTERVAL_S: Final = 0.01
 ENTRIES_PER_INTERVAL: Final = 3
@@ -54,7 +54,7 @@ class Load:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join(30)
+        self._thread.join(EVENTUALLY_S)
         self._redis.close()
         assert not self._thread.is_alive()
 

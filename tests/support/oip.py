@@ -15,8 +15,7 @@ from carpool.wire.tensors import TensorSpec
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import Plan, plan
 from carpool_gateway.oip.requests import InferRequest, decode_request
-from carpool_gateway.oip.responses import Response, encode_response
-from carpool_gateway.oip.results import RowResult, join_results
+from carpool_gateway.oip.responses import Response, RowResult, encode_response, join_results
 
 
 def offered(

@@ -31,10 +31,10 @@ from carpool.wire.batches import decode_batch
 from support.load import decoded
 from support.sequence_checker import SentRequest, SequenceChecker
 from support.stack import Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 from support.wire import envelopes
 
-ANSWERED_S: Final = 30.0
+ANSWERED_S: Final = EVENTUALLY_S
 INTERVAL_S: Final = 0.004
 OPEN_SEQUENCES: Final = 20
 UNANSWERED_MAX: Final = 80
@@ -63,7 +63,7 @@ class SequenceLoad:
         *,
         name: str = "load",
         fails: bool = False,
-        answered_s: float = 30.0,
+        answered_s: float = ANSWERED_S,
     ) -> None:
         """`answered_s`: how long to wait at the end for answers that are missing."""
         self._answered_s = answered_s

@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self
@@ -38,14 +39,14 @@ from carpool.lifecycle import command_that_dies_with_parent
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.child_forking import STARTER
 from support.forking import ForkedProcess, ForkServer
-from support.model_forking import STARTER
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 from support.wire import envelopes
 
 MODELS: Final = Path(__file__).parent / "models"
-START_S: Final = 60.0  # a cold interpreter on a busy machine
-RESULT_S: Final = 45.0
+START_S: Final = EVENTUALLY_S
+RESULT_S: Final = EVENTUALLY_S
 _LOG_LINES_SHOWN: Final = 40
 
 Event = dict[str, Any]
@@ -74,7 +75,10 @@ class Service:
         fresh: bool,
     ) -> None:
         self.name = name
+        self.arguments = list(arguments)
         self.log = log
+        self._events: list[Event] = []
+        self._bytes_read = 0
         self.process: ForkedProcess | subprocess.Popen[bytes]
         with log.open("wb") as output:
             if not fresh:
@@ -118,9 +122,9 @@ class Service:
     def kill(self) -> None:
         """SIGKILL; return once the process has ended."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(EVENTUALLY_S)
 
-    def terminate(self, within_s: float = 15.0) -> int:
+    def terminate(self, within_s: float = EVENTUALLY_S) -> int:
         """SIGTERM; return the exit status."""
         self.process.terminate()
         return self.process.wait(within_s)
@@ -130,15 +134,26 @@ class Service:
         tasks = Path(f"/proc/{self.pid}/task")
         with contextlib.suppress(OSError):
             found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-            return [pid for pid in found if _process_name(pid) != STARTER]
+            return [pid for pid in found if process_name(pid) != STARTER]
         return []
 
     def events(self, name: str | None = None) -> list[Event]:
         """All events in the log, or those with this name, which must be one that some code logs."""
         assert name is None or name in LOG_EVENTS, f"no code logs an event {name!r}"
-        with self.log.open(encoding="utf-8", errors="replace") as lines:
-            parsed = [event for line in lines if (event := _event(line)) is not None]
-        return [event for event in parsed if name in (None, event.get("event"))]
+        self._read_log()
+        return [{**event} for event in self._events if name in (None, event.get("event"))]
+
+    def _read_log(self) -> None:
+        """Parse the lines that were written since it was read last. Tests look every few milliseconds."""
+        with self.log.open("rb") as file:
+            file.seek(self._bytes_read)
+            written = file.read()
+        lines, newline, _ = written.rpartition(b"\n")  # what follows is still being written
+        self._bytes_read += len(lines) + len(newline)
+        for line in lines.decode(errors="replace").split("\n"):
+            event = _event(line)
+            if event is not None:
+                self._events.append(event)
 
     def wait_for(self, name: str, timeout_s: float = START_S) -> Event:
         """Wait for the first event of this name. Fails if the process ends without logging it."""
@@ -151,13 +166,13 @@ class Service:
         assert found, f"{self.name} exited with {self.process.returncode} without logging {name!r}"
         return found[0]
 
-    @property
+    @cached_property
     def status_url(self) -> str:
         """The URL of the status server of a service started with "--http-port", "0"."""
         url: str = self.wait_for("serving metrics and health")["url"]
         return url.removesuffix("/metrics")
 
-    @property
+    @cached_property
     def url(self) -> str:
         """The URL of a gateway."""
         url: str = self.wait_for("gateway started")["url"]
@@ -306,6 +321,26 @@ class Stack:
         now_ms = seconds * 1000 + microseconds // 1000
         return [name.decode() for name in self.redis.zrangebyscore(Keys(model).workers, now_ms, "+inf")]
 
+    def expire_lease(self, model: str, worker: Service) -> None:
+        """Let the lease of a worker that is frozen or dead run out now, as if that time had passed: of its
+        model processes and of the batches that they have.
+
+        So a test need not give workers a lease so short that they also lose it because a machine is busy.
+        """
+        keys, name = Keys(model), worker.wait_for("worker ready")["worker"]
+        arguments = worker.arguments
+        lease_ms = int(arguments[arguments.index("--lease-ms") + 1])
+        for process in self.live_workers(model):
+            if process.startswith(f"{name}/"):
+                self.redis.zadd(keys.workers, {process: int(self.redis.time()[0]) * 1000 - 1})
+        pending = self.redis.xpending_range(keys.batches, "workers", "-", "+", 1000)
+        for batch in pending:
+            consumer = batch["consumer"].decode()
+            if consumer.startswith(f"{name}/"):
+                self.redis.xclaim(
+                    keys.batches, "workers", consumer, 0, [batch["message_id"]], idle=lease_ms, justid=True
+                )
+
     def active_batcher(self, model: str) -> Service:
         """Wait until a batcher holds the model's lease, and return it."""
 
@@ -391,7 +426,7 @@ class Stack:
             if service.alive:
                 service.signal(signal.SIGKILL)
         for service in self.services:
-            service.process.wait(10)
+            service.process.wait(EVENTUALLY_S)
         self.redis.close()
         self.server.stop()
         if self in Stack.running:
@@ -454,7 +489,7 @@ def frozen_with_batch(stack: Stack, model: str, worker: Service) -> Iterator[Non
         worker.thaw()
 
 
-def wait_for(probe: Callable[[], Any], *, description: str, timeout_s: float = 60.0) -> Any:
+def wait_for(probe: Callable[[], Any], *, description: str, timeout_s: float = EVENTUALLY_S) -> Any:
     """Wait until `probe` returns a true value, and return it."""
     found: list[Any] = []
 
@@ -469,12 +504,13 @@ def wait_for(probe: Callable[[], Any], *, description: str, timeout_s: float = 6
 def _event(line: str) -> Event | None:
     try:
         event = json.loads(line)
-    except ValueError:  # a traceback, or a line that is still being written
+    except ValueError:  # a traceback
         return None
     return event if isinstance(event, dict) else None
 
 
-def _process_name(pid: int) -> str:
+def process_name(pid: int) -> str:
+    """What /proc calls the process: of a forked one 15 characters of its module; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:

@@ -30,10 +30,10 @@ from carpool.errors import CarpoolError
 from carpool.keys import Keys
 from support.models.stepping import text_of
 from support.stack import Stack, envelope
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 from support.wire import envelopes
 
-TIMEOUT_S: Final = 60.0
+TIMEOUT_S: Final = EVENTUALLY_S
 
 Body = dict[str, Any]
 Envelope = Mapping[str, Any]

@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
+from threading import Lock
 from typing import Final, TypeVar
 
 Value = TypeVar("Value")
 
-_POLL_S: Final = 0.002
+_POLL_S: Final = 0.002  # between two looks at the beginning ...
+_POLL_S_MAX: Final = 0.01  # ... and later; to look takes time from what is waited for
+_POLL_SHARE: Final = 0.02  # of the time waited so far
+
+# For what must happen sooner or later, on a machine however busy: only what never happens waits for it.
+EVENTUALLY_S: Final = 120.0
+AMPLE_RATIO: Final = 20.0  # see `ample_ms`
 _TICKS_PER_S: Final = 100  # of /proc/stat, on every architecture
 _STEAL: Final = 8  # its column in the line of a processor
 
@@ -44,22 +50,30 @@ class Stopwatch:
         return self.passed_s / self.elapsed_s
 
 
-def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = 60.0) -> Value:
+def ample_ms(measured: Stopwatch, least_ms: int) -> int:
+    """`least_ms`, or on a busy machine more: a time that is long compared with what was measured so far."""
+    return max(least_ms, int(1000 * AMPLE_RATIO * measured.elapsed_s))
+
+
+def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = EVENTUALLY_S) -> Value:
     """Return what `predicate` returns, as soon as it is true. `description` completes "timed out waiting
     until ...".
 
     The time that a host withholds from this machine does not count for `timeout_s`.
     """
     stopwatch = Stopwatch()
-    deadline = time.monotonic() + timeout_s
-    pause = Event()
+    began_s = time.monotonic()
+    deadline = began_s + timeout_s
+    pause = Lock()
+    pause.acquire()
     while not (value := predicate()):
-        if time.monotonic() > deadline:
+        now_s = time.monotonic()
+        if now_s > deadline:
             left_s = timeout_s - stopwatch.passed_s
             if left_s <= 0:
                 raise AssertionError(f"timed out after {timeout_s:g} s waiting until {description}")
             deadline += left_s
-        pause.wait(_POLL_S)
+        pause.acquire(timeout=min(_POLL_S_MAX, max(_POLL_S, _POLL_SHARE * (now_s - began_s))))
     return value
 
 

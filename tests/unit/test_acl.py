@@ -29,7 +29,7 @@ from carpool.store import (
 )
 from carpool.store.connection import Script, lua_source
 from carpool_cli import acl
-from carpool_cli.roles import ROLES, needs_of_file, patterns, rules
+from carpool_cli.roles import ROLES, needs_of_file, patterns, rules, rules_of_caller
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +173,23 @@ def test_key_patterns_are_those_of_every_model_of_the_prefix_only() -> None:
     for name, pattern in patterns("a*b[c]").items():
         assert pattern.startswith(r"a\*b\[c\]:"), name
     assert patterns("p")["requests"] == Keys("x", "p").requests.replace("{x}", "{*}")
+
+
+@pytest.mark.parametrize("selectors", [False, True])
+def test_user_of_models_that_call_others_may_send_to_these_only(selectors: bool) -> None:
+    """Given the names of two models, expect the keys of a producer, of these models."""
+    keys = set(re.findall(r"~(\S+?)[) ]", rules_of_caller(["a", "b"], "p", selectors=selectors) + " "))
+    of_producer = set(re.findall(r"~(\S+?)[) ]", rules("producer", "p", selectors=selectors) + " "))
+    assert keys == {key.replace("{*}", f"{{{model}}}") for key in of_producer for model in "ab"}
+
+
+def test_user_of_models_that_call_others_is_added(capsys: pytest.CaptureFixture[str]) -> None:
+    run_acl("--calls", "detect,classify")
+    assert "user model on #" in Path("users.acl").read_text()
+    assert run_acl("--calls", "no/model") == 1
+    assert "--calls: " in capsys.readouterr().err
+    assert run_acl("--rotate", "model") == 1
+    assert "--rotate model: there is such a user only with --calls" in capsys.readouterr().err
 
 
 def test_selectors_give_each_command_its_own_keys() -> None:

@@ -146,18 +146,18 @@ def test_several_tensors_and_strings_are_spread_by_name() -> None:
     class Named:
         max_batch_size = 3
         binds_sequences = True
-        inputs = (TensorSpec("text", "BYTES", (1,)), TensorSpec("x", "FP32", ()))
+        inputs = (TensorSpec("data", "BYTES", (1,)), TensorSpec("x", "FP32", ()))
 
         def predict(self, batch: dict[str, Any]) -> Any:
             given.append(batch)
             return {"y": batch["x"] * 2, "z": batch["x"]}
 
     executor = executor_of(Named())
-    items = StackedItems({"text": np.array([["hi"]], object), "x": np.array([1.5], np.float32)})
+    items = StackedItems({"data": np.array([[b"hi"]], object), "x": np.array([1.5], np.float32)})
     outcome = executor.execute(items, [request("a", starts=True)])
     assert isinstance(outcome.results, dict)
     assert {name: column.tolist() for name, column in outcome.results.items()} == {"y": [3.0], "z": [1.5]}
-    assert given[0]["text"].tolist() == [["hi"], [""], [""]]
+    assert given[0]["data"].tolist() == [[b"hi"], [b""], [b""]]
     assert given[0]["x"].tolist() == [1.5, 0, 0]
 
 

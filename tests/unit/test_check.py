@@ -16,7 +16,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from carpool_cli import check
+from carpool_cli.check import command, comparing
+from carpool_cli.check.resuming import CUTS_MAX, cuts_of
 from carpool_worker.devices import THREAD_VARIABLES, usable_cpus
 
 MODELS: Final = """
@@ -110,6 +111,43 @@ class Bound:
     def predict(self, batch):
         return batch
 
+class Tokens:
+    # Bytes as tokens: a character that is cut in two goes on as another one.
+    max_batch_size = 4
+    made_of = staticmethod(lambda chunks: list("".join(chunks).encode()))
+    def begin(self, requests):
+        for request in requests:
+            request.state = self.made_of(request.chunks)
+    def step(self, requests):
+        for request in requests:
+            request.state.append(200 + len(request.state) % 2)
+            request.emit(bytes(request.state[-1:]).decode("latin-1"))
+            if len(request.state) >= request.body:
+                request.finish()
+
+class Characters(Tokens):
+    made_of = staticmethod(lambda chunks: list("".join(chunks).encode("latin-1")))
+
+class Aborting(Tokens):
+    continues = False
+
+class Dice(Characters):
+    def begin(self, requests):
+        import random
+        for request in requests:
+            request.state = []
+            request.emit(random.random())
+
+class Writing(Scaled):
+    def predict(self, batch):
+        batch *= np.float32(2)
+        return batch.copy()
+
+class Large:
+    max_batch_size = 4
+    def predict(self, batch):
+        return [int(np.ones(16 * 2**20, np.uint8).sum()) for body in batch]
+
 class Unloadable:
     def load(self, device):
         raise OSError("weights.bin is missing")
@@ -182,10 +220,10 @@ def checked(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     """Checks a model, and returns the exit status and what was printed."""
     (tmp_path / "models.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(check, "TIMED_S", 0.0)
+    monkeypatch.setattr(command, "TIMED_S", 0.0)
 
     def run(model: str, *arguments: str) -> tuple[int, str]:
-        status = check.main([f"models.py:{model}", *arguments])
+        status = command.main([f"models.py:{model}", *arguments])
         printed = capsys.readouterr()
         return status, printed.out + printed.err
 
@@ -224,6 +262,8 @@ def test_content_type_and_fields_reach_the_model(checked: Check) -> None:
         assert (status, 'body 1: "HELLO"' in printed) == (0, True)
     status, printed = checked("Greeting", "Ada", "--field", "language=fr")
     assert (status, 'body 1: "fr Ada"' in printed) == (0, True)
+    status, printed = checked("Greeting", "Ada", "--field", "other=1", "--field", "language=fr,de")
+    assert (status, 'body 1: "fr,de Ada"' in printed) == (0, True)
 
 
 @pytest.mark.parametrize(("model", "status"), [("Tensors", 0), ("Declared", 0), ("Mixed", 1)])
@@ -355,6 +395,79 @@ def test_missing_file(checked: Check) -> None:
     assert checked("shout", "@empty.jsonl") == (1, "carpool check: BODY: empty.jsonl has no lines\n")
 
 
+def test_several_bodies(checked: Check) -> None:
+    status, printed = checked("shout", "a, b", '["x", 1', "@more.txt", "")
+    assert status == 1
+    assert printed == "carpool check: BODY: cannot read more.txt: No such file or directory\n"
+    Path("more.txt").write_text("z")
+    status, printed = checked("shout", "a, b", '["x", 1', "@more.txt", "")
+    assert status == 0, printed
+    for line in ('body 1: "A, B"', 'body 2: "[\\"X\\", 1"', 'body 3 (more.txt): "Z"', 'body 4: ""'):
+        assert f"{line}\n" in printed
+
+
+def test_each_file_of_a_folder_is_in_batches_of_all_sizes(checked: Check) -> None:
+    folder = Path("bodies")
+    folder.mkdir()
+    assert checked("shares", "@bodies") == (1, "carpool check: BODY: the folder bodies has no files\n")
+    for number in range(40):
+        (folder / f"{number:02}").write_text("1")
+    (folder / "39").write_text("3")
+    (folder / ".hidden").write_text("not JSON for shares")
+    status, printed = checked("shares", "@bodies")
+    assert "body 40 (bodies/39): 1.0\n" in printed
+    assert "Request 1 of a batch of 32 (body 1 (bodies/00)) is answered\n    0.03125\nand alone" in printed
+    (folder / "39").write_text('"a text"')
+    status, printed = checked("inverse", "@bodies")
+    assert status == 1
+    assert "body 40 (bodies/39): INTERNAL: the model failed on this request" in printed
+    assert "1 of 40 bodies failed." in printed
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "found"),
+    [
+        ("Tokens", 1, "body 1, resumed after 1 of 6 chunks, is answered\n"),
+        ("Characters", 0, "Streams that are cut and resumed go on as before (tried 5 times)."),
+        ("countdown", 0, "Streams that are cut and resumed go on as before (tried 5 times)."),
+        ("Dice", 1, "Not tried whether streams are resumed rightly: the output for body 1 is random."),
+    ],
+)
+def test_streams_are_cut_and_resumed(checked: Check, model: str, status: int, found: str) -> None:
+    exited, printed = checked(model, "6")
+    assert (exited, found in printed) == (status, True), printed
+    assert ("declare `continues = False`" in printed) is (model == "Tokens")
+
+
+def test_model_that_does_not_continue_is_not_resumed(checked: Check) -> None:
+    status, printed = checked("Aborting", "6")
+    assert (status, "resumed" in printed) == (0, False), printed
+
+
+def test_cuts_are_spread_over_the_stream() -> None:
+    for chunks in range(2, 100):
+        cuts = cuts_of(chunks)
+        assert cuts == sorted(set(cuts))
+        assert (cuts[0], cuts[-1]) == (1, chunks - 1)
+        assert len(cuts) == min(CUTS_MAX, chunks - 1)
+
+
+def test_a_model_that_writes_into_its_inputs_is_named(checked: Check) -> None:
+    for model, writes in {"Writing": True, "Scaled": False}.items():
+        status, printed = checked(model, "[1, 2, 3]")
+        assert (status, "writes into its input arrays" in printed) == (0, writes), printed
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak")
+def test_memory_of_batches_is_shown(checked: Check) -> None:
+    # A process that has freed much memory before needs no more for this.
+    command = [sys.executable, "-P", "-m", "carpool_cli", "check", "models.py:Large", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (shown,) = re.findall(r"^memory that a batch needs .* 1: ([0-9.]+) MiB", done.stdout, re.MULTILINE)
+    assert 12 <= float(shown) <= 40
+    assert "memory" not in checked("shout", "a")[1], "too little to be shown"
+
+
 def test_misspelt_setting_is_named(checked: Check) -> None:
     assert "max_batch_szie is not a setting" in checked("Picky", "1")[1]
 
@@ -378,8 +491,8 @@ def test_misspelt_setting_is_named(checked: Check) -> None:
     ],
 )
 def test_numbers_may_differ_by_their_rounding(one: Any, other: Any, close: bool) -> None:
-    assert check.are_close(one, other) is close
-    assert check.are_close(other, one) is close
+    assert comparing.are_close(one, other) is close
+    assert comparing.are_close(other, one) is close
 
 
 def test_model_has_the_threads_of_a_model_process_before_numpy_is_imported(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import hypothesis.strategies as st
 import msgpack
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from carpool.messages.batches import Batch, BatchedRequest, BatchedRun
 from carpool.messages.requests import CONTENT_TYPES, JSON, MSGPACK, RAW
 from carpool.rows import Rows
-from carpool.wire.bodies import decode_body, encode_body
+from carpool.wire.bodies import decode_body, decode_result, encode_body
 from carpool.wire.content_types import ACCEPT
 from carpool.wire.tensors import TensorSpec, tensor_head
 from carpool_worker.codec import Codec
@@ -584,27 +584,29 @@ def test_declared_strings_are_stacked_as_objects() -> None:
     as_map = {"datatype": "BYTES", "shape": [2], "data": strings}
     for content_type in (JSON, MSGPACK):
         requests = [request_of(body, content_type) for body in (strings, {"x": strings}, as_map)]
-        assert seen_strings(TensorSpec("x", "BYTES", (2,)), *requests) == [strings] * 3
+        assert seen_strings(TensorSpec("x", "BYTES", (2,), text=True), *requests) == [strings] * 3
 
 
 def test_declared_strings_of_any_shape() -> None:
-    assert seen_strings(TensorSpec("x", "BYTES", ()), request_of("cat"), request_of(np.array("dog"))) == [
+    assert seen_strings(
+        TensorSpec("x", "BYTES", (), text=True), request_of("cat"), request_of(np.array("dog"))
+    ) == [
         "cat",
         "dog",
     ]
     no_rows = np.empty((0, 3), "U1")
-    assert seen_strings(TensorSpec("x", "BYTES", (-1, 3)), request_of(no_rows, MSGPACK)) == [[]]
-    assert seen_strings(TensorSpec("x", "BYTES", (1,)), request_of(np.array(["é".encode()]), MSGPACK)) == [
-        ["é"]
-    ]
+    assert seen_strings(TensorSpec("x", "BYTES", (-1, 3), text=True), request_of(no_rows, MSGPACK)) == [[]]
+    assert seen_strings(
+        TensorSpec("x", "BYTES", (1,), text=True), request_of(np.array(["é".encode()]), MSGPACK)
+    ) == [["é"]]
     flat = {"datatype": "BYTES", "shape": [2, 2], "data": ["a", "b", "c", "d"]}
     nested = [["a", "b"], ["c", "d"]]
     for shape in ((2, 2), (-1, 2), (2, -1)):
         assert (
-            seen_strings(TensorSpec("x", "BYTES", shape), request_of(flat), request_of(nested))
+            seen_strings(TensorSpec("x", "BYTES", shape, text=True), request_of(flat), request_of(nested))
             == [nested] * 2
         )
-    assert seen_strings(TensorSpec("x", "BYTES", (-1, -1)), request_of(nested)) == [nested]
+    assert seen_strings(TensorSpec("x", "BYTES", (-1, -1), text=True), request_of(nested)) == [nested]
 
 
 @pytest.mark.parametrize("datatype", ["BYTES", "FP32"])
@@ -645,7 +647,7 @@ def test_another_shape_than_the_declared_one_is_refused(
     ],
 )
 def test_invalid_strings_are_rejected_alone(body: Any, detail: str) -> None:
-    codec = codec_of(TensorSpec("x", "BYTES", (2, -1)))
+    codec = codec_of(TensorSpec("x", "BYTES", (2, -1), text=True))
     raw = json.dumps(body).encode() if isinstance(body, list) else body
     execution = prepared(codec, request_of(raw), request_of([["a"], ["b"]]), request_of(b"ab", RAW))
     assert positions(execution) == [[1]]
@@ -655,12 +657,58 @@ def test_invalid_strings_are_rejected_alone(body: Any, detail: str) -> None:
 
 def test_bytes_that_are_no_text_are_refused_where_texts_are_declared() -> None:
     body = request_of(np.array([b"\xff"]), MSGPACK)
-    (result,) = prepared(codec_of(TensorSpec("x", "BYTES", (1,))), body).results.values()
+    (result,) = prepared(codec_of(TensorSpec("x", "BYTES", (1,), text=True)), body).results.values()
     assert result.detail == "body.x.data: BYTES takes strings only: the bytes b'\\xff' are no text in UTF-8"
 
 
+ANY_BYTES: Final = [bytes(range(256)), b"", b"a\0", "é".encode()]
+
+
+def test_elements_of_bytes_reach_a_model_as_bytes() -> None:
+    """Given bytes of any value, and texts in JSON and msgpack, expect bytes objects of all of them."""
+    spec = TensorSpec("x", "BYTES", (4,))
+    as_map = {"datatype": "BYTES", "shape": [4], "data": ANY_BYTES}
+    texts = ["", "a", "é", "\0"]
+    requests = [request_of(body, MSGPACK) for body in (ANY_BYTES, as_map, np.array(ANY_BYTES, object))]
+    requests += [
+        request_of(texts),
+        request_of(texts, MSGPACK),
+        request_of({"x": ["a", b"\xff", "", b""]}, MSGPACK),
+    ]
+    in_utf_8 = [text.encode() for text in texts]
+    assert seen_strings(spec, *requests) == [*[ANY_BYTES] * 3, in_utf_8, in_utf_8, [b"a", b"\xff", b"", b""]]
+    (result,) = prepared(codec_of(spec), request_of([["a", 1, "b", "c"]], MSGPACK)).results.values()
+    assert result.detail == "body.x.data: BYTES takes strings and bytes only: int is neither text nor bytes"
+
+
+@pytest.mark.parametrize("content_type", [RAW, "image/png"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_body_of_bytes_is_the_only_element(shape: tuple[int, ...], content_type: str) -> None:
+    element: Any = ANY_BYTES[0]
+    for _ in shape:
+        element = [element]
+    spec = TensorSpec("x", "BYTES", shape)
+    assert seen_strings(spec, request_of(ANY_BYTES[0], content_type)) == [element]
+    for other in (TensorSpec("x", "BYTES", (2,)), TensorSpec("x", "BYTES", (-1,))):
+        (result,) = prepared(codec_of(other), request_of(b"ab", content_type)).results.values()
+        assert "application/msgpack" in (result.detail or "")
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_bytes_that_a_model_returns_are_texts_in_json_alone(shape: tuple[int, ...]) -> None:
+    rows = [b"cat", b"\xff"] if not shape else [[b"cat", b""], [b"\xff", b"x"]]
+    codec = codec_of(outputs=[TensorSpec("y", "BYTES", shape)])
+    results = finish(codec, prepared(codec, *_of_types(MSGPACK, MSGPACK)), lambda _: rows)
+    got = [decode_result(MSGPACK, result.body or b"") for result in results]
+    assert got == rows
+    in_json, wrong = finish(codec, prepared(codec, *_of_types(JSON, JSON)), lambda _: rows)
+    text = json.loads(in_json.body or b"")
+    assert text == ({"datatype": "BYTES", "shape": [2], "data": ["cat", ""]} if shape else "cat")
+    assert wrong.status == "INTERNAL" and "ask for application/msgpack" in (wrong.detail or "")
+
+
 def test_strings_beside_numbers_in_frames_of_each_shape() -> None:
-    codec = codec_of(TensorSpec("text", "BYTES", (-1,)), TensorSpec("weight", "FP32", ()))
+    codec = codec_of(TensorSpec("text", "BYTES", (-1,), text=True), TensorSpec("weight", "FP32", ()))
     requests = [
         request_of({"text": ["a", "b"], "weight": 1}),
         request_of({"text": ["c"], "weight": 2}),
@@ -722,11 +770,11 @@ def test_model_that_asks_gets_the_fields_of_each_request() -> None:
         return batch
 
     finish(codec, prepared(codec, *requests), predict)
-    ids = [request.correlation_id for request in requests]
+    ids, arrival_s = [request.correlation_id for request in requests], requests[0].arrival_us / 1e6
     assert seen == {
-        11: RequestInfo(ids[0], "lane", {"trace": b"\x00t"}),
-        12: RequestInfo(ids[1], "lane", {}),
-        31: RequestInfo(ids[2], "lane", {"user": b"u"}),
+        11: RequestInfo(ids[0], "lane", {"trace": b"\x00t"}, arrival_s=arrival_s),
+        12: RequestInfo(ids[1], "lane", {}, arrival_s=arrival_s),
+        31: RequestInfo(ids[2], "lane", {"user": b"u"}, arrival_s=arrival_s),
     }
 
 

@@ -96,7 +96,7 @@ def read(execution: Execution, answered: frozenset[int] = frozenset()) -> dict[s
 
 
 def envelope_of(result: Result) -> dict[str, Any]:
-    envelope = {name: value for name, value in result._asdict().items() if value not in (None, ())}
+    envelope = {name: value for name, value in result._asdict().items() if value not in (None, (), "")}
     envelope["final"] = True
     return envelope
 

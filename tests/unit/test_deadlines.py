@@ -113,7 +113,7 @@ def test_waiting_request_is_refused_at_its_deadline() -> None:
     (refusal,) = harness.scheduler.poll(40 * MS)
     assert isinstance(refusal, Refusal)
     assert refusal.status == "DEADLINE_EXCEEDED"
-    assert refusal.detail == "expired: still waiting 30 ms after its arrival"
+    assert refusal.detail == "expired: still waiting 30 ms after its arrival; no worker serves its model now"
     assert harness.wake_at_ms() == 70
     # And it is not dispatched afterwards
     harness.scheduler.model_processes = 1

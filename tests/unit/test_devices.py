@@ -13,6 +13,7 @@ from carpool.settings import WorkerSettings, read_settings
 from carpool_cli.local.up import UpSettings
 from carpool_worker.devices import THREAD_VARIABLES, devices, usable_cpus, visible_gpus, with_threads
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
+from carpool_worker.served_models import served_models
 
 
 @pytest.mark.parametrize("name", ["gpu", "gpu:0", "GPU", "cuda0", "cuda:", "0", "cpu,gpu", "auto,cpu"])
@@ -37,7 +38,9 @@ def test_replicas_of_a_whole_stack_may_be_one_for_each_device(
     device: str, replicas: str, processes: int
 ) -> None:
     settings = read_settings(UpSettings, ["square", "--device", device, "--replicas", replicas], "carpool up")
-    assert settings.plan().replicas == settings.processes == processes
+    plan = settings.plan()
+    (model,) = served_models(plan.models, plan.options, replicas=plan.replicas, device=plan.device)
+    assert len(model.devices) == processes
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,15 @@ def test_idle_process_gets_all_waiting_requests() -> None:
     assert harness.poll() == ["idle: a b"]
 
 
+def test_process_that_executes_several_batches_at_a_time_gets_as_many() -> None:
+    harness = SchedulerHarness(max_batch_size=1, max_concurrent_batches=3)
+    harness.offer("a b c d e f g h")
+    assert harness.poll() == [f"full: {name}" for name in "abcdef"]  # three, and one ahead of each
+    assert harness.scheduler.model_processes == 1
+    harness.scheduler.settings = ModelSettings(max_batch_size=1)
+    assert harness.scheduler.capacity.processes == 1
+
+
 def test_batch_is_dispatched_when_the_queue_delay_of_its_oldest_request_ends() -> None:
     harness = SchedulerHarness(max_batch_size=4, max_queue_delay_ms=2.5)
     harness.offer("a", at=10)

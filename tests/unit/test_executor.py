@@ -66,6 +66,25 @@ def run_late(model: Counting, count: int, late: Callable[[int], bool]) -> Outcom
     )
 
 
+def test_error_that_says_which_request_it_concerns_fails_that_one() -> None:
+    """Given an error for two of 64 requests, expect that the others are executed together, and not halved."""
+    calls: list[list[int]] = []
+
+    def predict(batch: list[int]) -> list[int]:
+        calls.append(batch)
+        for place, body in enumerate(batch):
+            if body in (7, 50):
+                error = InvalidArgumentError(f"bad {body}")
+                error.request_index = place
+                raise error
+        return [-body for body in batch]
+
+    outcome = run(predict, list(range(64)))
+    assert list(map(len, calls)) == [64, 63, 62]
+    assert outcome.failures == {7: ("INVALID_ARGUMENT", "bad 7"), 50: ("INVALID_ARGUMENT", "bad 50")}
+    assert outcome.results == [-body for body in range(64) if body not in (7, 50)]
+
+
 # --- the model raises --------------------------------------------------------------------------------------
 
 
@@ -133,7 +152,7 @@ def test_failing_item_fails_alone_and_the_others_get_their_results() -> None:
 @pytest.mark.parametrize("bad_bodies", [(0,), (6,), (0, 6), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
 def test_failing_items_are_isolated_with_at_most_two_calls_for_each_item(bad_bodies: tuple[int, ...]) -> None:
     model = Counting(*bad_bodies)
-    failures, results, executed, raised, _ = run(model, list(range(7)))
+    failures, results, executed, raised, *_ = run(model, list(range(7)))
     assert (executed, raised) == (0, bad_bodies)
     assert failures == {body: failed(f"bad body {body}") for body in bad_bodies}
     assert results == [-number for number in range(7) if number not in bad_bodies]

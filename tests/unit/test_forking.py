@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typing import Any, Final
 
 import pytest
 
-from support.forking import ForkedProcess, ForkServer
+from carpool.lifecycle import command_that_dies_with_parent
+from support.forking import ForkedProcess, ForkServer, forked_children
 from support.waiting import wait_until
 
 # A service that tells what it was given, then does what its first argument says.
@@ -30,6 +32,8 @@ PROGRAM: Final = textwrap.dedent(
             "environment": dict(os.environ),
             "descriptors": len(os.listdir("/proc/self/fd")) - 1,
             "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            "parent": os.getppid(),
+            "session": os.getsid(0),
             "stdin": sys.stdin.read(),
         }), flush=True)
         if argv[0] == "wait":
@@ -86,8 +90,25 @@ def test_a_service_gets_what_a_new_interpreter_would(start: Start, tmp_path: Pat
         "environment": {"SOME": "value"},
         "descriptors": 3,
         "sigint": True,
+        "parent": ForkServer.of_this_process().pid,
+        "session": os.getsid(0),
         "stdin": "",
     }
+
+
+def test_what_this_process_starts_is_forked_as_its_child(start: Start, tmp_path: Path) -> None:
+    command = command_that_dies_with_parent([sys.executable, "-P", "-m", "probe", "wait", "0"])
+    with forked_children(sys.modules[__name__]), (tmp_path / "output").open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env={"A": "b"}, stdout=output, stderr=output, start_new_session=True
+        )
+    found = told(tmp_path)
+    assert found["pid"] == found["session"] == process.pid
+    assert found["parent"] == os.getpid()
+    assert (found["argv"], found["environment"], found["descriptors"]) == (["wait", "0"], {"A": "b"}, 3)
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(10) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(("argv", "status"), [(("end", "0"), 0), (("end", "7"), 7), (("raise", "0"), 1)])

@@ -284,10 +284,12 @@ def test_lone_surrogate_in_a_header_is_replaced(pair: tuple[socket.socket, socke
     [
         Ready(
             {"max_batch_size": "8"},
-            (TensorSpec("x", "FP32", (-1, 3)), TensorSpec("t", "BYTES", ())),
-            (TensorSpec("y", "INT8", (2,)),),
+            (TensorSpec("x", "FP32", (-1, 3)), TensorSpec("t", "BYTES", (), text=True)),
+            (TensorSpec("y", "INT8", (2,), labels=("no", "yes")),),
             True,
             {"max_batch_sise": "max_batch_size"},
+            version="2",
+            has_cost=True,
         ),
         Ready({}, (), (), False, {}),
         LoadFailed("RuntimeError: no weights", "Traceback ..."),
@@ -466,11 +468,11 @@ def test_declared_datatype_replaces_the_arrays_own() -> None:
 
 
 def test_strings_unstack_as_objects_beside_numbers() -> None:
-    texts = frames.pack_values(["a\0", "", "é", "long" * 100]) + frames.pack_values(["x", "y", "z", ""])
+    texts = frames.pack_values(["a\0", "", "é", "long" * 100]) + frames.pack_values([b"x", b"\xff", b"", ""])
     parts: list[frames.Layout] = [("t", "BYTES", (2, 2)), ("n", "INT16", ()), ("u", "BYTES", ())]
     data = texts + np.array([7, 8], "<i2").tobytes() + frames.pack_values(["1"]) + frames.pack_values(["2"])
     got = frames.unstack(parts, 2, bytearray(data))
-    assert got["t"].tolist() == [[["a\0", ""], ["é", "long" * 100]], [["x", "y"], ["z", ""]]]
+    assert got["t"].tolist() == [[["a\0", ""], ["é", "long" * 100]], [[b"x", b"\xff"], [b"", ""]]]
     assert got["n"].tolist() == [7, 8]
     assert got["u"].tolist() == ["1", "2"]
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from carpool.model_settings import ModelSettings
+from carpool.plugins import UnusableError
 from carpool.wire.tensors import TensorSpec
-from carpool_worker.model_process.model import RequestInfo, adapt
+from carpool_worker.model_process.model import ASYNC_BATCHES_DEFAULT, RequestInfo, adapt, load_model
 
 X = TensorSpec("x", "FP32", (3,))
 
@@ -225,13 +226,43 @@ def test_object_that_cannot_predict_is_rejected(given: Any) -> None:
         adapt(given, "cpu")
 
 
-def test_coroutine_function_is_rejected() -> None:
-    class Model:
-        async def predict(self, batch: list[int]) -> list[int]:
-            return batch
+class Async:
+    """An async model."""
 
-    with pytest.raises(ValueError, match="'predict' is a coroutine function"):
-        adapt(Model, "cpu")
+    async def predict(self, batch: list[int]) -> list[int]:
+        return batch
+
+    async def __call__(self, batch: list[int]) -> list[int]:
+        return batch
+
+
+async def twice(batch: list[int]) -> list[int]:
+    return [2 * number for number in batch]
+
+
+@pytest.mark.parametrize("given", [Async, twice])
+def test_async_model_has_several_batches_at_a_time(given: Any) -> None:
+    loaded = adapt(given, "cpu")
+    assert loaded.is_async and loaded.settings.max_concurrent_batches == ASYNC_BATCHES_DEFAULT
+
+
+def test_async_model_may_declare_how_many() -> None:
+    loaded = adapt(type("Few", (Async,), {"max_concurrent_batches": 2}), "cpu")
+    assert loaded.settings.max_concurrent_batches == 2
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error"),
+    [
+        ({"binds_sequences": True}, "'predict' is a coroutine function: all slots"),
+        ({"load": twice}, "'load' is a coroutine function: it must be a plain function"),
+        ({"postprocess": twice}, "'postprocess' is a coroutine function"),
+        ({"predict": lambda _, batch: batch, "max_concurrent_batches": 2}, "need an `async def predict`"),
+    ],
+)
+def test_async_model_that_cannot_be_executed_is_rejected(attributes: dict[str, Any], error: str) -> None:
+    with pytest.raises(UnusableError, match=error):
+        load_model(type("Model", (Async,), attributes), "cpu")
 
 
 def test_error_in_load_is_passed_on() -> None:

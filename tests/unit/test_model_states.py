@@ -191,7 +191,7 @@ def test_requests_are_passed_by_name() -> None:
     infos = [RequestInfo("r1", "", {}, "mic7", True, False)]
     outputs, _ = model.run(["x"], infos, {})  # type: ignore[union-attr]
     assert outputs == [("mic7", True, False)]
-    assert RequestInfo("r1", "", {})[3:] == (None, False, False, None)
+    assert RequestInfo("r1", "", {})[3:7] == (None, False, False, None)
 
 
 # --- the states of a frame ---------------------------------------------------------------------------------

@@ -53,6 +53,15 @@ def test_shapes_of_model_metadata_have_the_batch_first() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((3, 224, 224), "NCHW"), ((224, 224, 1), "NHWC"), ((5, 5, 5), "NONE"), ((3, 4), "NONE"), ((), "NONE")],
+)
+def test_inputs_of_images_have_a_format(shape: tuple[int, ...], layout: str) -> None:
+    found = parsed(documents.model_config(offered([TensorSpec("x", "FP32", shape)])))
+    assert found["input"][0]["format"] == f"FORMAT_{layout}"
+
+
 def test_a_model_without_tensors_has_a_body_and_a_result() -> None:
     found = parsed(documents.model_metadata(offered()))
     assert found["inputs"] == [{"name": "body", "datatype": "BYTES", "shape": [-1, 1]}]

@@ -16,8 +16,7 @@ from carpool.rows import Rows
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import plan
 from carpool_gateway.oip.requests import decode_request
-from carpool_gateway.oip.responses import Response, encode_response
-from carpool_gateway.oip.results import RowResult, join_results
+from carpool_gateway.oip.responses import Response, RowResult, encode_response, join_results
 from carpool_worker.dry_run import DryRun
 from carpool_worker.model_process.model import LoadedModel, adapt
 from support.executions import NOW_US, codec_of, prepared
@@ -95,6 +94,24 @@ def test_texts(shape: list[int]) -> None:
     texts = ["a", "é", "", "\x00\n"]
     response = served(Identity("BYTES", shape[1:]), written(tensor(texts, "BYTES", shape)))
     assert document(response)["outputs"] == [tensor(texts, "BYTES", shape)]
+
+
+@pytest.mark.parametrize("size", [3, 1])
+def test_bytes(size: int) -> None:
+    """Given elements of any bytes, also empty ones and texts, expect a model to get bytes objects."""
+    elements = [bytes(range(256)), b"", b"a\0"][:size]
+    seen: list[Any] = []
+
+    class Seeing(Identity):
+        def predict(self, batch: Any) -> Any:
+            seen.append(batch.tolist())
+            return batch
+
+    data = b"".join(struct.pack("<I", len(element)) + element for element in elements)
+    body, length = with_binary(("x", "BYTES", [1, size], data), parameters={"binary_data_output": True})
+    assert binary_part(served(Seeing("BYTES"), body, length)) == data
+    assert binary_part(served(Seeing("BYTES", (1,)), elements[0], b"0")) == data[: 4 + len(elements[0])]
+    assert seen == [[elements], [elements[:1]]]
 
 
 def test_rows_reach_a_model_process_as_they_came() -> None:

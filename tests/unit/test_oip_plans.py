@@ -69,22 +69,29 @@ def test_rows_of_several_inputs(rows: int) -> None:
 
 
 def test_rows_of_texts() -> None:
-    model = offered([TensorSpec("t", "BYTES", (2,)), TensorSpec("n", "INT8", ())], [])
+    model = offered([TensorSpec("t", "BYTES", (2,), text=True), TensorSpec("n", "INT8", ())], [])
     body = written(tensor(["a", "é", "c", "d"], "BYTES", [2, 2], "t"), tensor([7, 8], "INT8", [2], "n"))
     assert [unpacked(row) for row in bodies_of(planned(model, body))] == [
         {"t": as_map("BYTES", [2], ["a", "é"]), "n": as_map("INT8", [], b"\x07")},
         {"t": as_map("BYTES", [2], ["c", "d"]), "n": as_map("INT8", [], b"\x08")},
     ]
-    alone = planned(identity("BYTES"), written(tensor(["a", "b"], "BYTES", [2, 1])))
-    assert [unpacked(row) for row in bodies_of(alone)] == [
-        as_map("BYTES", [1], ["a"]),
-        as_map("BYTES", [1], ["b"]),
+
+
+def test_rows_of_bytes() -> None:
+    alone = planned(identity("BYTES"), written(tensor(["a", "é"], "BYTES", [2, 1])))
+    in_utf_8 = [as_map("BYTES", [1], [element]) for element in (b"a", "é".encode())]
+    assert [unpacked(row) for row in bodies_of(alone)] == in_utf_8
+    body, length = with_binary(("x", "BYTES", [2, 2], struct.pack("<I1sIII2s", 1, b"a", 0, 0, 2, b"\xff\0")))
+    assert [unpacked(row) for row in bodies_of(planned(identity("BYTES"), body, length))] == [
+        as_map("BYTES", [2], [b"a", b""]),
+        as_map("BYTES", [2], [b"", b"\xff\0"]),
     ]
 
 
 def test_declared_texts_are_utf_8() -> None:
+    texts = offered([TensorSpec("x", "BYTES", (-1,), text=True)])
     body, length = with_binary(("x", "BYTES", [2, 1], b"\x01\0\0\0a\x01\0\0\0\xff"))
-    assert "element 1 is not UTF-8" in refused(identity("BYTES"), body, length)
+    assert "element 1 is not UTF-8, and the model takes texts" in refused(texts, body, length)
 
 
 @pytest.mark.parametrize(("shape", "count"), [([0, 2], 0), ([3, 0], 3), ([0, 0], 0)])
@@ -247,7 +254,8 @@ def test_results_have_the_content_type_that_is_needed() -> None:
         (identity("INT16", (-1,)), b"\x01\0\x02\0\x03\0", [1, 2, 3]),
         (identity("INT8", (2, -1)), b"\x01\x02\x03\x04", [[1, 2], [3, 4]]),
         (identity("INT8", (-1,)), b"", []),
-        (identity("BYTES", (1,)), b"abc", ["abc"]),
+        (identity("BYTES", (1,)), b"a\xff", [b"a\xff"]),
+        (offered([TensorSpec("x", "BYTES", (1,), text=True)]), b"abc", ["abc"]),
         (ANYTHING, b"\xff\xd8", b"\xff\xd8"),
     ],
 )

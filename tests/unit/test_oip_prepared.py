@@ -19,7 +19,7 @@ from carpool_gateway.oip import prepared as module
 from carpool_gateway.oip.errors import ProtocolError
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.prepared import JSON_BYTES_MAX, Prepared, Preparer
-from carpool_gateway.oip.results import RowResult
+from carpool_gateway.oip.responses import RowResult
 from support.oip import echo, identity, offered, packed, with_binary, written
 
 MSGPACK = "application/msgpack"

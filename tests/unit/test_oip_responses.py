@@ -15,13 +15,12 @@ import pytest
 from carpool.errors import CarpoolError, InternalError, error_for
 from carpool.wire.bodies import encode_result_body
 from carpool.wire.tensors import TensorSpec
-from carpool_gateway.oip import results
+from carpool_gateway.oip import responses
 from carpool_gateway.oip.errors import ProtocolError
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import plan
 from carpool_gateway.oip.requests import decode_request
-from carpool_gateway.oip.responses import Response, encode_response
-from carpool_gateway.oip.results import RowResult, join_results
+from carpool_gateway.oip.responses import Response, RowResult, encode_response, join_results
 from support.oip import binary_part, document, echo, identity, offered, packed, tensor, with_binary, written
 
 ANYTHING = offered()
@@ -179,7 +178,7 @@ def test_rows_that_begin_alike_are_decoded_once(monkeypatch: pytest.MonkeyPatch)
         unpacked.append(body)
         return msgpack.unpackb(body)
 
-    monkeypatch.setattr(results, "msgpack", SimpleNamespace(unpackb=unpackb))
+    monkeypatch.setattr(responses, "msgpack", SimpleNamespace(unpackb=unpackb))
     values = [np.full(2, number, "f4") for number in range(50)]
     (output,) = document(returned(numbers(), values))["outputs"]
     assert (output["shape"], output["data"][-3:]) == ([50, 2], [48, 49, 49])
@@ -299,7 +298,16 @@ def test_classes_of_a_matrix_count_its_elements() -> None:
     assert document(found)["outputs"][0]["data"] == ["4:2", "3:3"]
 
 
+def test_classes_have_labels_where_the_model_declares_them() -> None:
+    """Given labels for some of the elements, and an empty one, expect no label for the others."""
+    model = offered([], [TensorSpec("y", "FP32", (4,), labels=("cat", "", "Käfer: 2"))])
+    found = returned(model, [np.array([1, 2, 3, 4], "f4"), np.array([4, 0, 0, 0], "f4")], classes(4))
+    assert document(found)["outputs"][0]["data"][:5] == [
+        "4.000000:3", "3.000000:2:Käfer: 2", "2.000000:1", "1.000000:0:cat", "4.000000:0:cat",
+    ]  # fmt: skip
+
+
 def test_too_many_elements_to_classify(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "CLASSIFIED_ELEMENTS_MAX", 3)
+    monkeypatch.setattr(responses, "CLASSIFIED_ELEMENTS_MAX", 3)
     with pytest.raises(ProtocolError, match="at most 3"):
         returned(numbers(), [np.zeros(4, "f4")], classes(1))

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import structlog.testing
 
+from carpool.plugins import UnusableError
 from carpool.wire.tensors import Array, TensorSpec
+from carpool_worker.model_process.configuration import Configuration, Parameter
+from carpool_worker.model_process.model import load_configured
 from carpool_worker.models.onnx import OnnxModel, model_name
 from carpool_worker.models.onnx_signature import DATATYPES
 from support import magika_oracle, tiny_onnx
@@ -54,7 +57,9 @@ def load_error(folder: Path, content: bytes, kind: type[Exception] = ValueError)
 @pytest.fixture(scope="module")
 def filetype() -> OnnxModel:
     model = OnnxModel(magika_oracle.model_path())
-    model.load("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # beside other tests, several threads wait for each other
+        model.load("cpu")
     return model
 
 
@@ -196,7 +201,7 @@ def test_bfloat16_is_float32_outside_and_rounds_to_even(tmp_path: Path) -> None:
 
 def test_strings_are_returned_as_numpy_strings(tmp_path: Path) -> None:
     model = loaded(tmp_path, tiny_onnx.identity(Value("x", ["N", 2], tiny_onnx.STRING)))
-    assert model.inputs == (TensorSpec("x", "BYTES", (2,)),)
+    assert model.inputs == (TensorSpec("x", "BYTES", (2,), text=True),)
     for dtype in (object, np.str_):
         answer = model.predict(np.array([["", "ünï"], ["c", "a longer one"]], dtype))
         assert isinstance(answer, np.ndarray) and answer.dtype.kind == "U"
@@ -257,6 +262,16 @@ def test_batch_dimension_fixed_at_one_is_rejected(tmp_path: Path) -> None:
     error = load_error(tmp_path, tiny_onnx.identity(Value("image", [1, 3])))
     assert "cannot be batched" in error and "'image' is fixed at 1" in error
     assert f"execute each request alone with max_batch_size = 1 in {tmp_path}" in error
+
+
+def test_settings_from_outside_replace_those_beside_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.onnx"
+    path.write_bytes(tiny_onnx.identity(Value("image", [1, 3])))
+    path.with_suffix(".toml").write_text("max_batch_size = 8\nresult_ttl_ms = 5000\n")
+    model = load_configured(f"onnx:{path}", "cpu", Configuration(settings={"max_batch_size": "1"}))
+    assert (model.settings.max_batch_size, model.settings.result_ttl_ms) == (1, 5000)
+    with pytest.raises(UnusableError, match="sr cannot be given: an ONNX file takes no parameters"):
+        load_configured(f"onnx:{path}", "cpu", Configuration(parameters={"sr": Parameter("1", "", "")}))
 
 
 @pytest.mark.parametrize("first", [1, "N", None])

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from carpool_gateway.app import routes_of
-from carpool_gateway.keys import METRICS
+from carpool_gateway.credentials import METRICS
 from carpool_gateway.openapi import CONTENTS, document
 from carpool_gateway.routes import NO_SCOPE
 

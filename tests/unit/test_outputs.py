@@ -358,7 +358,7 @@ def test_integer_beside_a_float_is_as_one_beside_an_integer(
 @pytest.mark.parametrize("dtype", ["S2", object])
 def test_bytes_in_a_declared_output_of_texts_are_texts_in_utf_8(dtype: Any) -> None:
     """Given bytes of texts, and some that are none, expect only their row to fail."""
-    spec, good, bad = TensorSpec("y", "BYTES", (2,)), [b"a", "é".encode()], [b"a", b"\xff"]
+    spec, good, bad = TensorSpec("y", "BYTES", (2,), text=True), [b"a", "é".encode()], [b"a", b"\xff"]
     wrong = (
         "the model's result in output 'y' is not BYTES of shape [2], as it is declared: the bytes "
         "b'\\xff' are no text in UTF-8"
@@ -371,6 +371,13 @@ def test_bytes_in_a_declared_output_of_texts_are_texts_in_utf_8(dtype: Any) -> N
         first, second = answers(always(returned), [0, 1], [spec])
         assert first == ["a", "é"]
         assert second.args == (INTERNAL, wrong)
+
+
+@pytest.mark.parametrize("dtype", ["S2", object])
+def test_bytes_in_a_declared_output_stay_bytes(dtype: Any) -> None:
+    spec, rows = TensorSpec("y", "BYTES", (2,)), [[b"a", b"\xff"], [b"", "é".encode()]]
+    for returned in (rows, np.array(rows, dtype), [np.array(row, dtype) for row in rows]):
+        assert answers(always(returned), [0, 1], [spec], MSGPACK) == rows
 
 
 @pytest.mark.parametrize("dtype", ["U1", object])

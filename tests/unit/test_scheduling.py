@@ -93,7 +93,7 @@ def group(name: str) -> str:
 
 
 def test_groups_stay_together_and_what_waits_runs_beside_what_computes(tmp_path: Path) -> None:
-    ran = run(tmp_path, processes=2)
+    ran = run(tmp_path, processes=3)
     assert len(ran) == 20 + 2 * 4 + 2 * 3 + 20 + 20
 
     processes: defaultdict[str, set[str]] = defaultdict(set)
@@ -105,6 +105,9 @@ def test_groups_stay_together_and_what_waits_runs_beside_what_computes(tmp_path:
         == [1, 1]
     )
     assert len(processes["unit/test_short.py"]) == 1
+
+    others = {name.split("/")[0] for process, name in ran if process == "gw2"}
+    assert others <= {*WAITING}, "it collects nothing else"
 
     first = [name.split("/")[0] for process, name in ran if process == "gw0"]
     second = [name.split("/")[0] for process, name in ran if process == "gw1"]

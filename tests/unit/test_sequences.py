@@ -384,7 +384,8 @@ def test_who_expires_is_told_what_it_waited_for(expiring: dict[str, Any], awaite
     harness.poll()
     harness.poll(10)
     assert harness.details == {
-        "x": "expired: still waiting 10 ms after its arrival" + (f", for {awaited}" if awaited else "")
+        "x": "expired: still waiting 10 ms after its arrival"
+        + (f", for {awaited}" if awaited else "; no worker serves its model now")
     }
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from carpool.model_settings import ModelKind
 from carpool_worker.model_process import frames
+from carpool_worker.model_process.configuration import CONFIGURATION, Configuration
 from carpool_worker.model_process.frames import MessageReader, Ready, pack_values, unpack_values
 from carpool_worker.model_process.loaded import description_of
 from carpool_worker.model_process.model import SteppingModel, load_model
@@ -239,12 +240,13 @@ def model_file(tmp_path: Path) -> Path:
     return path
 
 
-def started(sock: socket.socket, location: str) -> subprocess.Popen[str]:
-    """A model process on this socket."""
-    arguments = [str(os.getpid()), str(sock.fileno()), location, "cpu", "w"]
+def started(ours: socket.socket, theirs: socket.socket, location: str) -> subprocess.Popen[str]:
+    """A model process on the second of these sockets, which was told what to load."""
+    arguments = [str(os.getpid()), str(theirs.fileno()), location, "cpu", "w"]
     command = [sys.executable, "-m", "carpool_worker.model_process.main", *arguments]
-    process = subprocess.Popen(command, pass_fds=(sock.fileno(),), stderr=subprocess.PIPE, text=True)
-    sock.close()
+    process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE, text=True)
+    theirs.close()
+    frames.send_message(ours, (CONFIGURATION,), Configuration().encode())
     return process
 
 
@@ -252,7 +254,7 @@ def test_model_process_generates_until_the_connection_is_closed(
     pair: tuple[socket.socket, socket.socket], model_file: Path
 ) -> None:
     ours, theirs = pair
-    process = started(theirs, f"{model_file}:Echo")
+    process = started(ours, theirs, f"{model_file}:Echo")
     worker = Worker(ours)
     ready = receive_load_result(worker.reader)
     assert isinstance(ready, Ready)
@@ -285,7 +287,7 @@ def test_generator_function_in_a_model_process(
     pair: tuple[socket.socket, socket.socket], model_file: Path
 ) -> None:
     ours, theirs = pair
-    process = started(theirs, f"{model_file}:letters")
+    process = started(ours, theirs, f"{model_file}:letters")
     worker = Worker(ours)
     ready = receive_load_result(worker.reader)
     assert isinstance(ready, Ready)
@@ -301,7 +303,7 @@ def test_unusable_stepping_model_is_refused(
     pair: tuple[socket.socket, socket.socket], model_file: Path
 ) -> None:
     ours, theirs = pair
-    process = started(theirs, f"{model_file}:Both")
+    process = started(ours, theirs, f"{model_file}:Both")
     result = receive_load_result(MessageReader(ours))
     assert isinstance(result, frames.LoadFailed)
     assert "one or the other" in result.reason

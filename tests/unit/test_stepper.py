@@ -215,6 +215,49 @@ def test_prefill_cost_limits_how_many_are_begun_between_two_steps() -> None:
     ]
 
 
+def test_prefill_is_limited_by_the_cost_that_the_model_tells_if_that_is_larger() -> None:
+    class Telling(Counter):
+        def cost(self, body: int) -> int:
+            return body
+
+        def begin(self, requests: Requests) -> None:
+            super().begin(requests)
+            costs.extend(request.cost for request in requests)
+
+    costs: list[int] = []
+    b = Bench(Telling(), max_prefill_cost=5)
+    for body, cost in ((3, 1), (2, 1), (1, 6), (4, 1)):
+        b.admit(body, cost=cost)
+    b.finish()
+    assert [bodies for call, bodies in b.model.calls if call == "begin"] == [[3, 2], [1], [4]]
+    assert costs == [3, 2, 6, 4]
+
+
+def test_request_whose_cost_cannot_be_told_fails_alone_and_a_rejected_body_as_such() -> None:
+    class Telling(Counter):
+        def validate(self, body: int) -> None:
+            if body == 13:
+                raise ValueError("no thirteen")
+
+        def cost(self, body: int) -> int:
+            if body > 10:
+                raise KeyError(body)
+            return -body if body == 2 else body
+
+    b = Bench(Telling())
+    for body in (1, 2, 12, 13):
+        b.admit(body)
+    ended = b.finish()
+    assert ended[1] == "0"
+    assert ended[2] == (
+        "INTERNAL",
+        "the model's cost(body) returned -2: it must be a number from 0 to 1099511627776",
+    )
+    assert ended[12] == ("INTERNAL", "the model failed on this request: KeyError: 12")
+    assert ended[13] == ("INVALID_ARGUMENT", "the model rejected this body: no thirteen")
+    assert [bodies for call, bodies in b.model.calls if call == "begin"] == [[1]]
+
+
 @pytest.mark.parametrize("changes_cost", [False, True])
 def test_sum_of_costs_in_slots_is_limited(changes_cost: bool) -> None:
     class Costly(Counter):

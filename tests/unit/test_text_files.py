@@ -12,7 +12,8 @@ from carpool.messages.requests import JSON
 from carpool.settings import BatcherSettings, read_settings
 from carpool.text_files import read_text
 from carpool.wire.bodies import decode_body
-from carpool_cli.check import CheckSettings, _requests
+from carpool_cli.check.bodies import read_bodies
+from carpool_cli.check.command import CheckSettings
 from carpool_cli.infer import read_body
 
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-32")
@@ -67,7 +68,10 @@ def test_tensor_in_a_body_is_sent_as_it_is_written() -> None:
 def test_lines_of_bodies_end_with_a_line_and_not_with_a_character_of_json(tmp_path: Path) -> None:
     (tmp_path / "bodies.jsonl").write_bytes('"a\u2028b"\r\n"c"\r\n'.encode("utf-16"))
     settings = read_settings(CheckSettings, ["square", f"@{tmp_path / 'bodies.jsonl'}"], "carpool check")
-    assert _requests(settings).bodies == ['"a\u2028b"'.encode(), b'"c"']
+    assert read_bodies(settings.body, settings.body_type, settings.extra).encoded == [
+        '"a\u2028b"'.encode(),
+        b'"c"',
+    ]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

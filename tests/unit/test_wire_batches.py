@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.messages.batches import Batch, BatchedRequest, Dispatch
-from carpool.messages.requests import RAW, Entry, Run, SequencePart
+from carpool.messages.requests import PRIORITY_DEFAULT, RAW, Entry, Run, SequencePart
 from carpool.messages.results import DeadLetter
 from carpool.messages.settled import (
     BatchSettled,
@@ -117,6 +118,22 @@ def test_rows_stay_rows_and_stored_bodies_stay_stored() -> None:
     assert [run.correlation_ids for run in batch.runs] == [["a", "b"], [stored.id]]
 
 
+def test_priority_and_cost_are_in_a_run_unless_they_are_the_defaults() -> None:
+    usual, urgent, free = (Run(Entry("1-0", 0), [name], [b"1"]) for name in "abc")
+    urgent.priority, free.cost = 9, 0
+    packed = encode_batch(Dispatch([usual, urgent, free], "full", ""))
+    runs = decode_batch(b"9-0", [b"runs", packed], 1).runs
+    assert [(run.priority, run.cost) for run in runs] == [(4, 1), (9, 1), (4, 0)]
+    assert [len(fields) for fields in msgpack.unpackb(packed)] == [11, 13, 13]
+
+
+def test_settled_entry_has_the_cost_that_the_model_told() -> None:
+    assert settled_fields(Executed(cost=0)) == []
+    flat = [b"batch", b"9-0", *(str(part).encode() for part in settled_fields(Executed(cost=70)))]
+    event = decode_settled(flat)
+    assert isinstance(event, BatchSettled) and event.cost == 70
+
+
 def test_batch_without_the_optional_fields_has_defaults() -> None:
     batch = decode_batch(b"9-0", [b"runs", b"\x90"], 1)
     assert (batch.reason, batch.dispatched_us, batch.lane, batch.result_ttl_ms) == ("", 0, "", 60_000)
@@ -131,6 +148,17 @@ def test_batch_has_the_limit_of_results_that_it_names_or_the_default() -> None:
     assert default == 64 << 20
     named = ModelSettings(max_result_bytes=5).for_workers(ModelKind.PLAIN).encode()
     assert decode_batch(b"9-0", [b"runs", b"\x90", b"settings", named], 1).max_result_bytes == 5
+
+
+@pytest.mark.parametrize("priority", [0, PRIORITY_DEFAULT, 9])
+def test_batch_has_the_priority_of_each_run(priority: int) -> None:
+    """Given the default, expect that nothing is written: workers of other versions read the batch, too."""
+    runs = [Run(Entry("1-0", 0), ["a"], [b"1"], priority=priority), Run(Entry("2-0", 0), ["b"], [b"2"])]
+    encoded = encode_batch(Dispatch(runs, "full", ""))
+    batch = decode_batch(b"9-0", [b"runs", encoded], 1)
+    assert [run.priority for run in batch.runs] == [priority, PRIORITY_DEFAULT]
+    lengths = list(map(len, msgpack.unpackb(encoded)))
+    assert lengths == [11 + 2 * (priority != PRIORITY_DEFAULT), 11]  # with the cost
 
 
 def test_batch_of_a_stepping_model_has_all_settings_for_its_worker() -> None:

@@ -14,9 +14,11 @@ from carpool.wire.registration import (
     FIELDS,
     combined,
     decode_inputs,
+    decode_outputs,
     describe_differing,
     differing,
     encode_registration,
+    versions_of,
 )
 from carpool.wire.tensors import DATATYPES, TensorSpec
 
@@ -56,6 +58,14 @@ def test_tensors_are_registered_as_json_with_the_open_inference_names() -> None:
     assert json.loads(registration["outputs"]) == [{"name": "y", "datatype": "INT8", "shape": []}]
 
 
+def test_what_a_tensor_declares_beside_its_shape_is_registered() -> None:
+    inputs = [TensorSpec("t", "BYTES", (1,), text=True)]
+    outputs = [TensorSpec("y", "FP32", (2,), labels=("no", "yes"))]
+    registration = encode_registration({}, inputs, outputs)
+    assert (decode_inputs(registration), decode_outputs(registration)) == (inputs, outputs)
+    assert '"text": true' in registration["inputs"] and '"labels": ["no", "yes"]' in registration["outputs"]
+
+
 def test_model_without_declared_tensors_has_none() -> None:
     assert encode_registration({}, [], []) == dict.fromkeys(KINDS, "false")
     assert decode_inputs({}) == []
@@ -77,6 +87,11 @@ def test_model_without_declared_tensors_has_none() -> None:
         '[{"name": "x", "datatype": "FP32", "shape": [-2]}]',
         '[{"name": "x", "datatype": ["FP32"], "shape": []}]',
         '[{"name": "x", "datatype": "FP32", "shape": [], "unit": "m"}]',
+        '[{"name": "x", "datatype": "FP32", "shape": [], "text": true}]',
+        '[{"name": "x", "datatype": "BYTES", "shape": [], "text": 1}]',
+        '[{"name": "x", "datatype": "FP32", "shape": [], "labels": "ab"}]',
+        '[{"name": "x", "datatype": "FP32", "shape": [], "labels": [1]}]',
+        '[{"name": "x", "datatype": "BYTES", "shape": [], "labels": ["a"]}]',
         "[" * 100_000,
     ],
 )
@@ -97,7 +112,17 @@ def test_one_worker_registers_what_it_declares() -> None:
     own = declared(tensor="x", max_batch_size=4, tenant_weights={"gold": 4})
     assert combined(own, []) == own
     assert combined(own, [], declared(max_batch_size=64)) == own  # of a worker that is gone
-    assert set(own) | {"outputs"} == set(FIELDS)
+    assert set(own) | {"outputs", "parameters", "version"} == set(FIELDS)
+
+
+def test_version_is_that_of_the_worker_that_registered_last_while_one_has_it() -> None:
+    old, new, unnamed = (
+        encode_registration({"max_batch_size": "4"}, [], [], version=version) for version in ("1", "2", "")
+    )
+    assert combined(new, [old])["version"] == combined(old, [new], new)["version"] == "2"
+    assert combined(old, [], new)["version"] == "1"  # the other one has gone
+    assert "version" not in combined(unnamed, [], new) and "version" not in combined(unnamed, [new])
+    assert (differing([old, new]), versions_of([new, old, unnamed, new])) == ({}, {"": 1, "1": 1, "2": 2})
 
 
 def test_the_worker_that_registered_last_decides_what_has_no_order_while_one_declares_it() -> None:

@@ -29,6 +29,7 @@ from support.wire import names
 
 fast = settings(deadline=None)
 
+versions = st.sampled_from(["", "2", "2025-03-01", "1.2:a_b+gpu"])
 optional_numbers = st.none() | st.integers(0, 2**40)
 successes = st.builds(
     Result,
@@ -40,6 +41,7 @@ successes = st.builds(
     *[st.integers(0, 2**40)] * 3,
     *[optional_numbers] * 2,
     st.lists(st.text(max_size=5), max_size=2),
+    versions,
 )
 failures = st.builds(
     Result,
@@ -51,6 +53,7 @@ failures = st.builds(
     *[st.just(0)] * 3,
     *[st.none()] * 2,
     st.lists(st.text(max_size=5), max_size=2),
+    versions,
 )
 
 
@@ -66,6 +69,7 @@ def expected_envelope(result: Result) -> dict[str, Any]:
         **(body if result.status == OK else detail),
         **{name: getattr(result, name) for name in ("batch_size", "queue_us", "compute_us")},
         **({"warnings": result.warnings} if result.warnings else {}),
+        **({"version": result.version} if result.version else {}),
     }
 
 

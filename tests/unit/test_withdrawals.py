@@ -157,7 +157,7 @@ def test_settled_stream_is_not_cancelled_and_not_remembered() -> None:
     scheduler.in_flight.forget("2", 0)
     withdraw(scheduler, "a", "b")
     assert cancelled(scheduler) == []
-    assert not scheduler.in_flight._streams._by_id
+    assert not scheduler.in_flight._cancellable._by_id
 
 
 def test_stream_dispatched_during_the_pause_is_cancelled() -> None:
@@ -174,3 +174,28 @@ def test_stream_dispatched_during_the_pause_is_cancelled() -> None:
     for number, dispatch in enumerate(others):
         scheduler.in_flight.launch(str(number), dispatch, 1)
     assert cancelled(scheduler, 1_000_000) == [("first", "other-0")]
+
+
+def test_withdrawal_reaches_what_an_async_model_executes() -> None:
+    """Given a batch of two runs, expect that one request of each is cancelled, at its position, and once."""
+    scheduler = Scheduler(ModelSettings(max_concurrent_batches=2), 1)
+    for names in ("a b c", "d e"):
+        assert scheduler.offer(run(names), 0) == []
+    (dispatch,) = [decision for decision in scheduler.poll(0) if isinstance(decision, Dispatch)]
+    scheduler.in_flight.launch("1", dispatch, 0)
+    for expected in ({("1", 1, "b"), ("1", 3, "d")}, set()):
+        withdraw(scheduler, "b", "d", "nobody")
+        cancelled = scheduler.carry_out_withdrawals(0).cancelled
+        assert {(one.batch_id, one.position, *one.run.correlation_ids) for one in cancelled} == expected
+    settle(scheduler, "1", 1, 1)
+    withdraw(scheduler, "a")
+    assert scheduler.carry_out_withdrawals(0).cancelled == []
+
+
+def test_withdrawal_does_not_reach_what_another_model_executes() -> None:
+    scheduler = Scheduler(ModelSettings(), 1)
+    scheduler.offer(run("a"), 0)
+    (dispatch,) = [decision for decision in scheduler.poll(0) if isinstance(decision, Dispatch)]
+    scheduler.in_flight.launch("1", dispatch, 0)
+    withdraw(scheduler, "a")
+    assert scheduler.carry_out_withdrawals(0).cancelled == []

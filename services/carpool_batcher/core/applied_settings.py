@@ -38,19 +38,25 @@ class AppliedSettings:
     """The settings of one model as the core applies them. The Scheduler alone changes them; the parts below
     it have this object, and read it whenever they decide. Times are in microseconds.
 
-    `batch`: the limits of a batch, of which a stepping model's has one request. `*_of_priority`: only of
-    priorities that have a limit of their own. `delayed_*`: the share of delayed requests. `served_late`: by
-    priority, whether requests are served even after their deadline.
+    `batch`: the limits of a batch, of which a stepping model's has one request. `usual_size`: how many
+    requests usually cost what a batch may, if that was learned (`learned.request_costs`). `*_of_priority`:
+    only of priorities that have a limit of their own. `delayed_*`: the share of delayed requests.
+    `served_late`: by priority, whether requests are served even after their deadline. `cancels_in_flight`:
+    requests that are withdrawn in flight are answered at once: those of a stepping model, which has their
+    slots free then, and of one that executes several batches at a time, because it mostly waits.
     """
 
     def __init__(self, settings: ModelSettings, kind: ModelKind = ModelKind.PLAIN) -> None:
+        self.usual_size = NO_LIMIT
         self.update(settings, kind)
 
     def update(self, settings: ModelSettings, kind: ModelKind) -> None:
         """These are the settings and the kind from now on."""
         self.kind = kind
         self.has_sequences = kind.has_sequences
-        size = 1 if kind is ModelKind.STEPPING else settings.max_batch_size
+        is_concurrent = kind is ModelKind.PLAIN and settings.max_concurrent_batches > 1
+        self.cancels_in_flight = kind is ModelKind.STEPPING or is_concurrent
+        size = 1 if kind is ModelKind.STEPPING else min(settings.max_batch_size, self.usual_size)
         cost = NO_LIMIT if settings.max_batch_cost is None else settings.max_batch_cost
         self.batch = BatchLimits(size, cost, MAX_BATCH_BYTES)
         self.has_batch_cost = settings.max_batch_cost is not None

@@ -27,6 +27,9 @@ batches of one, dispatches are spaced evenly: with N processes one every l(n) / 
 longer than that. The more l(n) grows with n, the shorter this interval is; where l(n) is proportional to n,
 it is 0.
 
+A process of a model with an async `predict` executes several batches at a time (`max_concurrent_batches`):
+here it counts as that number of processes.
+
 Of a bound model each batch is for one process: `sequences.processes` knows if it is idle (BoundCapacity).
 
 A process of a stepping model takes as many batches at a time as it has slots, each of one request, and a few

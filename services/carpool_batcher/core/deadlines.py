@@ -30,6 +30,7 @@ TURNAROUND_LEAD_RATIO: Final = 1.5  # urgent: this many turnarounds (dispatch to
 LEAD_US_MIN: Final = 2000  # and this much more
 RUNS_OF_TIMER_MAX: Final = 256
 PIECE_RUNS: Final = 128  # of a timer, or timers, after which a piece ends
+NO_WORKER: Final = "; no worker serves its model now"  # the end of why a request expired
 EXPIRED_AT_ONCE: Final = 8192  # about: twice as many as are admitted at once, so that none is late for long
 
 
@@ -191,4 +192,6 @@ class Deadlines:
         detail = f"expired: still waiting {expiration_ms} ms after its arrival"
         if awaited:
             detail += f", for {awaited}"
+        elif not self._capacity.processes:
+            detail += NO_WORKER
         return [refusal(run, DEADLINE_EXCEEDED, "waiting", detail)]

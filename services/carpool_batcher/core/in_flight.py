@@ -48,7 +48,7 @@ class BatchesInFlight:
         self._learned = learned
         self._sequences = sequences
         self._processes = processes
-        self._streams = RequestsInFlight()  # of a stepping model
+        self._cancellable = RequestsInFlight()
 
     def launch(self, batch_id: str, dispatch: Dispatch, now_us: int) -> None:
         """A Dispatch was carried out, with these of its runs. Their bodies are released: they are in Redis,
@@ -103,8 +103,8 @@ class BatchesInFlight:
                 self.ids.answered((run,))
 
     def withdraw(self, correlation_ids: Iterable[str]) -> list[Cancel]:
-        """Of a stepping model: the answers to those of these requests that are in flight."""
-        cancelled = self._streams.cancel(correlation_ids)
+        """Of a model whose requests end also in flight: the answers to those of these that are."""
+        cancelled = self._cancellable.cancel(correlation_ids)
         self.ids.answered(cancel.run for cancel in cancelled)
         return cancelled
 
@@ -121,7 +121,8 @@ class BatchesInFlight:
             size += count
             run.bodies = []
         kind = self._applied.kind
-        runs: Sequence[Run] = () if kind is ModelKind.PLAIN else dispatch.runs
+        is_kept = kind is not ModelKind.PLAIN or self._applied.cancels_in_flight
+        runs: Sequence[Run] = dispatch.runs if is_kept else ()
         cost = 0
         if kind is ModelKind.STEPPING and self._applied.has_batch_cost:
             cost = sum([run.cost * len(run) for run in runs])
@@ -139,8 +140,8 @@ class BatchesInFlight:
         self._deadlines.watch_batch(batch_id, batch.expiring)
         if not self._applied.has_sequences:
             self.ids.launch(batch_id, runs)
-        if self._applied.kind is ModelKind.STEPPING:
-            self._streams.add(batch_id, batch.runs)
+        if self._applied.cancels_in_flight:
+            self._cancellable.add(batch_id, batch.runs)
 
     def _runs_of_sequences(self, batch_id: str) -> list[Run]:
         if not self._applied.has_sequences:
@@ -153,7 +154,7 @@ class BatchesInFlight:
         self._queue.bodies.end(batch_id)
         batch = self.batches.get(batch_id)
         if batch is not None:
-            self._streams.remove(batch_id, batch.runs)
+            self._cancellable.remove(batch_id, batch.runs)
             self._leave_process(batch.process)
         return batch
 
@@ -164,16 +165,19 @@ class BatchesInFlight:
 
 
 class RequestsInFlight:
-    """The requests in flight of a stepping model, by correlation ID. Each is alone in its batch."""
+    """The requests in flight that can be cancelled, by correlation ID."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, dict[str, Run]] = {}  # by batch
+        # By batch: the position of the request, its run, and its index in that.
+        self._by_id: dict[str, dict[str, tuple[int, Run, int]]] = {}
 
     def add(self, batch_id: str, runs: Sequence[Run]) -> None:
         """A batch is in flight."""
-        if len(runs) == 1:
-            for name in runs[0].correlation_ids:
-                self._by_id.setdefault(name, {})[batch_id] = runs[0]
+        position = 0
+        for run in runs:
+            for index, name in enumerate(run.correlation_ids):
+                self._by_id.setdefault(name, {})[batch_id] = (position, run, index)
+                position += 1
 
     def remove(self, batch_id: str, runs: Iterable[Run]) -> None:
         """A batch is not in flight any more, or was never added."""
@@ -187,9 +191,9 @@ class RequestsInFlight:
     def cancel(self, correlation_ids: Iterable[str]) -> list[Cancel]:
         """The answers to those with these IDs. Each is cancelled once. O(IDs)."""
         return [
-            Cancel(batch_id, 0, run)
+            Cancel(batch_id, position, run if len(run) == 1 else run.one(index))
             for name in correlation_ids
-            for batch_id, run in self._by_id.pop(name, {}).items()
+            for batch_id, (position, run, index) in self._by_id.pop(name, {}).items()
         ]
 
 

@@ -10,7 +10,8 @@ from carpool.messages.requests import Producer, Run
 
 class InFlightBatch(NamedTuple):
     """A batch in flight. `expiring`: its runs with a deadline, by the position of their first request;
-    `arrivals`: when the requests arrived, as (us, number of requests). `runs`: of all but plain models.
+    `arrivals`: when the requests arrived, as (us, number of requests). `runs`: of all but plain models, and
+    of those whose requests can be cancelled.
     `cost`: only where each request takes a slot (`Capacity.set_slots`). `process`: of a bound model, the one
     that executes it. `doubtful`: how many requests the model is not expected to execute. `producers`: those
     of whom `learned.doubtful_producers` remembers something."""

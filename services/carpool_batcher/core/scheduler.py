@@ -6,7 +6,8 @@
    as a whole; then two may be ahead of a process, if they are short. All others wait in the queue, where
    batches still grow, priorities still count and deadlines can still be met.
 2. A batch is ready for one of these reasons, the first that applies:
-     full      it reached `max_batch_size`, `max_batch_cost` or MAX_BATCH_BYTES
+     full      it reached `max_batch_size`, `max_batch_cost` or MAX_BATCH_BYTES, or has as many requests as
+               usually cost `max_batch_cost`, where the model tells costs (`learned.request_costs`)
      preferred it reached one of `preferred_batch_sizes`: the largest that can be filled is dispatched
      deadline  a request in its lane would miss its deadline by waiting longer
      efficient (`deferred` only) to wait for more requests would not raise throughput (`policies.plan`)
@@ -50,13 +51,14 @@ A request is in exactly one state: ARCHITECTURE.md, "The path of a request", sho
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from typing import Final
 
 from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
 from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Entry, Run, Withdrawal
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool_batcher.core.applied_settings import AppliedSettings
+from carpool_batcher.core.applied_settings import NO_LIMIT, AppliedSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity
 from carpool_batcher.core.copies import Copies, unanswered
 from carpool_batcher.core.deadlines import Deadlines
@@ -70,6 +72,8 @@ from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.waiting.queue import Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, Withdrawn
+
+USUAL_SIZE_CHANGE_RATIO: Final = 1 / 8  # by which it must differ to be applied: all lanes are looked at then
 
 __all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
@@ -88,6 +92,7 @@ class Scheduler:
     ) -> None:
         self._custom_policy: CustomPolicy | None = None
         is_bound = kind is ModelKind.BOUND
+        self._model_processes = model_processes
         self.learned = Learned()
         self.capacity = (BoundCapacity if is_bound else Capacity)(self.learned, model_processes)
         self.processes = Processes()  # of a bound model
@@ -148,6 +153,7 @@ class Scheduler:
         """These are the settings and the kind from now on."""
         self._settings = settings
         is_stepping = kind is ModelKind.STEPPING
+        self._applied.usual_size = self.learned.costs.usual_size(settings.max_batch_cost) or NO_LIMIT
         self._applied.update(settings, kind)
         self._dispatcher.choose_policy(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
@@ -155,15 +161,32 @@ class Scheduler:
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
         slots = settings.max_batch_size if is_stepping else None
         self.capacity.set_slots(slots, settings.max_batch_cost)
+        self._resize()
+
+    def _resize(self) -> None:
+        """A process that executes several batches at a time counts as several."""
+        each = self._settings.concurrent_batches(self.kind)
+        self.capacity.resize(self._model_processes * each)
+
+    def observe_cost(self, lane: str, requests: int, cost: int) -> None:
+        """The model told what this number of requests of a batch, at least one, cost together."""
+        self.learned.costs.observe(lane, requests, cost)
+        usual = self.learned.costs.usual_size(self._settings.max_batch_cost) or NO_LIMIT
+        before, size_max = self._applied.usual_size, self._settings.max_batch_size
+        if abs(min(usual, size_max) - min(before, size_max)) > USUAL_SIZE_CHANGE_RATIO * min(
+            before, size_max
+        ):
+            self._apply(self._settings, self.kind)
 
     @property
     def model_processes(self) -> int:
         """The number of live model processes."""
-        return self.capacity.processes
+        return self._model_processes
 
     @model_processes.setter
     def model_processes(self, processes: int) -> None:
-        self.capacity.resize(processes)
+        self._model_processes = processes
+        self._resize()
 
     def set_processes(self, live: Sequence[str], draining: Iterable[str] = ()) -> None:
         """These model processes are alive; those of a bound model that drain begin no more sequences."""
@@ -234,8 +257,8 @@ class Scheduler:
         self._cancelled += self.in_flight.withdraw(withdrawal.correlation_ids)
 
     def carry_out_withdrawals(self, now_us: int) -> Withdrawn:
-        """What becomes of withdrawals now: a Refusal for each run that waits; of a stepping model, those in
-        flight. O(1) if no look is due, else O(all waiting)."""
+        """What becomes of withdrawals now: a Refusal for each run that waits; of a model whose requests end
+        in flight (`cancels_in_flight`), those too. O(1) if no look is due, else O(all waiting)."""
         waiting = self.queue.count
         due_us = self._withdrawals.due_us(waiting)
         refusals: Sequence[Refusal] = ()

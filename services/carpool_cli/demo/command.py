@@ -75,7 +75,7 @@ def _supervise(supervisor: Supervisor, scenario: Scenario, screen: Screen, stop:
         if stop.wait(POLL_S):
             break
         for worker in supervisor.run_once():
-            screen.print(served_line(worker, 1))
+            screen.print(served_line(worker))
         if supervisor.serving:
             scenario.all_served.set()
     is_finished = not running.is_alive()

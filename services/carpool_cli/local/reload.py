@@ -1,8 +1,9 @@
 """`carpool up --reload`: a worker whose file has changed is replaced by a new one, once that serves.
 
-The files of a model are its own and the modules beside it. One with a syntax error, and a new worker that
-cannot load the model, change nothing: the error is printed, and the old worker goes on serving. While the new
-one loads, and the old one finishes what it has, both serve, as in a rolling update.
+The files of a model are its own, the modules beside it, and the TOML file that declares it. One with an
+error, and a new worker that cannot load the model, change nothing: the error is printed, and the old worker
+goes on serving. While the new one loads, and the old one finishes what it has, both serve, as in a rolling
+update.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from typing import Final
 
 from carpool.keys import MODEL_NAME
 from carpool_cli.local.supervisor import Supervisor, WorkerService
+from carpool_worker.model_file import SUFFIX, read_model_file
+from carpool_worker.served_models import ServedModel
 
 LOOK_INTERVAL_S: Final = 0.3
 Stamp = tuple[int, int]  # when a file was changed (ns), and its size
 
 
-def model_file(location: str) -> Path | None:
-    """The file of a model; None if it has none that its user writes, as a ready-made one."""
+def model_file(location: str, folder: Path | None = None) -> Path | None:
+    """The file of a model; None if it has none that its user writes, as a ready-made one. `folder`: where its
+    module is found; None for the working directory."""
     source, colon, name = location.rpartition(":")
     if not (colon and source and name) or location.startswith("onnx:"):
         return None
     if source.endswith(".py"):
         return Path(source).resolve()
-    beside = Path(*source.split(".")).with_suffix(
-        ".py"
-    )  # as a worker finds it: in the working directory first
+    beside = (folder or Path()).joinpath(*source.split(".")).with_suffix(".py")  # there a worker looks first
     if beside.is_file():
         return beside.resolve()
     try:
@@ -39,11 +41,26 @@ def model_file(location: str) -> Path | None:
     return Path(spec.origin).resolve() if spec is not None and spec.origin else None
 
 
-class WatchedFiles:
-    """The files of one model: whether they have changed, and can be compiled."""
+def declaring_file(spec: str) -> Path | None:
+    """The TOML file that declares a model; None if it was named by itself."""
+    name, equals, location = spec.partition("=")
+    file, _, _ = (location if equals and MODEL_NAME.fullmatch(name) else spec).rpartition(":")
+    return Path(file).resolve() if file.endswith(SUFFIX) else None
 
-    def __init__(self, file: Path) -> None:
+
+def watched_files(served: ServedModel) -> WatchedFiles | None:
+    """Those of a model; None if it has none."""
+    file = model_file(served.location, served.configuration.folder)
+    declared_in = declaring_file(served.spec)
+    return WatchedFiles(file, declared_in) if file is not None or declared_in is not None else None
+
+
+class WatchedFiles:
+    """The files of one model: which of them have changed. `declared_in`: the TOML file that declares it."""
+
+    def __init__(self, file: Path | None, declared_in: Path | None = None) -> None:
         self._file = file
+        self._declared_in = declared_in
         self._stamps = self._look()
 
     def changed(self) -> list[Path]:
@@ -53,7 +70,8 @@ class WatchedFiles:
 
     def _look(self) -> dict[Path, Stamp]:
         stamps: dict[Path, Stamp] = {}
-        for path in self._file.parent.glob("*.py"):
+        modules = [] if self._file is None else self._file.parent.glob("*.py")
+        for path in [*modules, *([self._declared_in] if self._declared_in else [])]:
             try:
                 found = path.stat()
             except OSError:  # it has just vanished
@@ -63,8 +81,14 @@ class WatchedFiles:
 
 
 def syntax_error(files: Iterable[Path]) -> str:
-    """What is wrong with the first of these files that cannot be compiled; empty if all can be."""
+    """What is wrong with the first of these files that cannot be read; empty if all can be."""
     for path in files:
+        if path.suffix == SUFFIX:
+            try:
+                read_model_file(path)
+            except ValueError as error:
+                return str(error)
+            continue
         try:
             compile(path.read_bytes(), str(path), "exec")
         except FileNotFoundError:
@@ -82,9 +106,9 @@ class Reloader:
         self._supervisor = supervisor
         self._show = show
         self._watched = {
-            worker.spec: WatchedFiles(file)
+            worker.model: watched
             for worker in supervisor.workers
-            if (file := model_file(_location_of(worker.spec))) is not None
+            if (watched := watched_files(worker.served)) is not None
         }
         self._new: dict[str, WorkerService] = {}  # those that load the model, by their models
         self._look_at_s = 0.0
@@ -95,13 +119,13 @@ class Reloader:
         if now_s >= self._look_at_s:
             self._look_at_s = now_s + LOOK_INTERVAL_S
             for worker in list(self._supervisor.workers):
-                watched = self._watched.get(worker.spec)
+                watched = self._watched.get(worker.model)
                 changed = watched.changed() if watched is not None else []
                 if changed:
                     self._begin(worker, changed)
         for worker in list(self._supervisor.workers):
-            if worker.spec in self._new:
-                self._take_over(worker, self._new[worker.spec])
+            if worker.model in self._new:
+                self._take_over(worker, self._new[worker.model])
 
     def stop(self) -> None:
         """End the workers that do not serve yet."""
@@ -114,26 +138,21 @@ class Reloader:
         if error:
             self._show(f"  {worker.model} is not loaded again: {error}")
             return
-        unfinished = self._new.pop(worker.spec, None)
+        unfinished = self._new.pop(worker.model, None)
         if unfinished is not None:  # of a file that has changed again
             unfinished.terminate()
             unfinished.wait_or_kill(1.0)
         self._show(f"  {', '.join(path.name for path in changed)} changed: {worker.model} is loaded again")
-        self._new[worker.spec] = self._supervisor.start_beside(worker)
+        self._new[worker.model] = self._supervisor.start_beside(worker)
 
     def _take_over(self, worker: WorkerService, new: WorkerService) -> None:
         reason = new.exit_reason()
         if reason is not None:
-            del self._new[worker.spec]
+            del self._new[worker.model]
             self._show(
                 f"  {worker.model} cannot be loaded again ({reason}; the log above says why): the worker of "
                 "the file as it was goes on serving"
             )
         elif self._supervisor.take_over_if_serving(worker, new):
-            del self._new[worker.spec]
+            del self._new[worker.model]
             self._show(f"  {worker.model} is served from the changed file")
-
-
-def _location_of(spec: str) -> str:
-    name, equals, location = spec.partition("=")
-    return location if equals and MODEL_NAME.fullmatch(name) else spec

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import structlog
 
@@ -31,13 +31,13 @@ from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool.model_settings import POLICIES, ModelKind
 from carpool.process_names import is_local_process
-from carpool.settings import RedisSettings
+from carpool.settings import NO_OPTIONS, ModelOptions, RedisSettings
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import take_snapshot
 from carpool.wire.registration import decode_inputs
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import HOST, EmbeddedRedis, EmbeddedRedisError, free_port, is_free
-from carpool_worker.model_process.loader import model_name
+from carpool_worker.served_models import ServedModel, served_models
 
 POLL_S: Final = 0.1  # the interval at which `run_once` is to be called
 READY_CHECK_INTERVAL_S: Final = 0.2
@@ -65,17 +65,19 @@ class ServiceEndedError(StartError):
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """What to run. `models` are written as for a worker. The batcher has `http_port`, and the workers have
-    the ports after it. `gateway_port`: 0 for any, None for no gateway. `logs` is a directory, or None for
+    """What to run. `models` and `options` are written as for a worker. `replicas` and `device`: None for what
+    a file of models declares, or else the defaults. The batcher has `http_port`, and the workers have the
+    ports after it. `gateway_port`: 0 for any, None for no gateway. `logs` is a directory, or None for
     standard error."""
 
     models: Sequence[str]
     redis_url: str | None = None
+    options: ModelOptions = NO_OPTIONS
     redis_port: int | None = None
     data_dir: Path | None = None
     prefix: str = "carpool"
-    replicas: int = 1
-    device: str = "auto"
+    replicas: int | Literal["auto"] | None = None
+    device: str | None = None
     drain_s: float = 30.0
     log_level: str = "info"
     http_port: int | None = None
@@ -184,12 +186,15 @@ class Service:
 class WorkerService(Service):
     """The worker of one model."""
 
-    def __init__(self, spec: str, plan: StackPlan, environment: Mapping[str, str]) -> None:
-        self.spec = spec
-        self.model = model_name(spec)[0]
-        flags = {"--replicas": plan.replicas, "--device": plan.device, "--drain-s": plan.drain_s}
-        argv = ["carpool_worker", spec, *(str(part) for flag in flags.items() for part in flag)]
+    def __init__(self, served: ServedModel, plan: StackPlan, environment: Mapping[str, str]) -> None:
+        self.served = served
+        self.model = served.name
+        self.processes = len(served.devices)
+        devices = ",".join(served.devices)
+        flags = {"--replicas": self.processes, "--device": devices, "--drain-s": plan.drain_s}
+        argv = ["carpool_worker", served.spec, *(str(part) for flag in flags.items() for part in flag)]
         argv.append("--finish-streams")  # there is no other worker, and Redis stops as well
+        environment = {**environment, **served.options.environment}
         super().__init__(f"worker of {self.model}", argv, environment, plan.logs)
         self.serving = False
         self.serving_since_s = 0.0
@@ -305,14 +310,11 @@ class Supervisor:
     """Runs a plan. Call `start` once, `run_once` every POLL_S and `stop` at any time, all from the main
     thread.
 
-    Raises ValueError for a model without a usable name, and for two of the same name.
+    Raises ValueError, as `served_models` does.
     """
 
     def __init__(self, plan: StackPlan) -> None:
-        names = [model_name(spec)[0] for spec in plan.models]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two models are named {name}; write NAME=MODEL to rename one")
+        self._models = served_models(plan.models, plan.options, replicas=plan.replicas, device=plan.device)
         self._plan = plan
         self.redis = None if plan.redis_url else Redis(plan.redis_port, plan.data_dir)
         self.url = plan.redis_url or ""
@@ -349,7 +351,7 @@ class Supervisor:
         argv = ["carpool_batcher", *policies]
         self._batcher = Service("batcher", argv, self._environment(0), plan.logs)
         self.workers = [
-            WorkerService(spec, plan, self._environment(at)) for at, spec in enumerate(plan.models, 1)
+            WorkerService(served, plan, self._environment(at)) for at, served in enumerate(self._models, 1)
         ]
         if plan.gateway_port is not None:
             self.gateway = GatewayService(plan.gateway_port, plan, self._environment(None))
@@ -416,7 +418,7 @@ class Supervisor:
         keys = Keys(worker.model, self._plan.prefix)
         snapshot = take_snapshot(self._link, keys, RedisClock())
         processes = sum(is_local_process(name, worker.pid) for name in snapshot.model_processes)
-        if processes < self._plan.replicas or not self._link.call("EXISTS", keys.batcher):
+        if processes < worker.processes or not self._link.call("EXISTS", keys.batcher):
             return False
         worker.serving = True
         worker.serving_since_s = time.monotonic()
@@ -431,7 +433,7 @@ class Supervisor:
 
     def start_beside(self, worker: WorkerService) -> WorkerService:
         """Start another worker of the same model, which does not take its place yet."""
-        new = WorkerService(worker.spec, self._plan, self._environment(None))
+        new = WorkerService(worker.served, self._plan, self._environment(None))
         new.start()
         return new
 

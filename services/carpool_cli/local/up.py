@@ -21,6 +21,7 @@ from carpool.settings import (
     Devices,
     Listed,
     LogLevel,
+    ModelSource,
     Policies,
     Prefix,
     RedisSettings,
@@ -47,12 +48,11 @@ from carpool_cli.local.supervisor import (
     preferred_port,
 )
 from carpool_cli.screen import Screen, count
-from carpool_worker.devices import devices
 
 LOADING_NOTICE_INTERVAL_S: Final = 10.0
 
 
-class UpSettings(RedisSettings):
+class UpSettings(ModelSource, RedisSettings):
     """Start Redis (unless a URL is given), one batcher, a worker for each model and an HTTP gateway, all on
     this machine.
 
@@ -63,7 +63,8 @@ class UpSettings(RedisSettings):
     model: CliPositionalArg[Listed] = Field(
         min_length=1,
         description="one or more of module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer, "
-        "voice-activity; NAME=MODEL serves it under another name",
+        "voice-activity; NAME=MODEL serves it under another name; FILE.toml has models, with parameters and "
+        "settings, and FILE.toml:NAME is one of them",
     )
     redis_url: RedisUrl | None = Field(
         None, description="a running Redis to use (default: start one, which stops with this command)"
@@ -100,7 +101,8 @@ class UpSettings(RedisSettings):
     )
     reload: bool = Field(
         False,
-        description="for development: when the file of a model changes, or a module beside it, load it again",
+        description="for development: when a file of a model changes, load it again: its own, a module "
+        "beside it, or its TOML file",
     )
     policies: Policies = Field([])
     prefix: Prefix = Field(DEFAULT_PREFIX, description="prefix of every Redis key")
@@ -126,11 +128,6 @@ class UpSettings(RedisSettings):
             )
         return self
 
-    @property
-    def processes(self) -> int:
-        """How many model processes each model has."""
-        return len(devices(self.device, self.replicas))
-
     def _gateway_port(self) -> int | None:
         """None for no gateway; 0 for any port, the usual one first."""
         if not (self.gateway and can_serve_http()):
@@ -143,12 +140,13 @@ class UpSettings(RedisSettings):
         """The plan for the supervisor."""
         return StackPlan(
             models=self.model,
+            options=self.options,
             redis_url=self.redis_url,
             redis_port=preferred_port() if self.redis_port is None else self.redis_port or None,
             data_dir=self.data_dir,
             prefix=self.prefix,
-            replicas=self.processes,
-            device=self.device,
+            replicas=self.given("replicas"),
+            device=self.given("device"),
             drain_s=self.drain_s,
             log_level=self.log_level,
             http_port=self.http_port,
@@ -202,7 +200,7 @@ def _supervise(supervisor: Supervisor, settings: UpSettings, screen: Screen, sto
             reloader.run_once()
         for worker in supervisor.run_once():
             if not is_announced:
-                screen.print(served_line(worker, settings.processes))
+                screen.print(served_line(worker))
                 _warn_of_policy(supervisor, worker, screen)
         if is_announced:
             continue
@@ -217,11 +215,11 @@ def _supervise(supervisor: Supervisor, settings: UpSettings, screen: Screen, sto
         reloader.stop()
 
 
-def served_line(worker: WorkerService, replicas: int) -> str:
+def served_line(worker: WorkerService) -> str:
     """The line that announces that a model is served."""
     took_s = worker.serving_since_s - worker.started_s
     size = worker.registration.get("max_batch_size", "?")
-    processes = count(replicas, "process", "processes")
+    processes = count(worker.processes, "process", "processes")
     has_slots = worker.kind in (ModelKind.STEPPING, ModelKind.BOUND)
     limit = f"{size} slots each" if has_slots else f"batches of up to {size}"
     return f"  {worker.model} is served after {took_s:.1f} s: {processes}, {limit}"

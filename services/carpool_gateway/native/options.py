@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from carpool.client.options import RequestOptions
 from carpool.errors import InvalidArgumentError
@@ -15,6 +15,16 @@ _PREFIX: Final = b"carpool-"
 _FIELD: Final = b"carpool-field-"
 _FORM: Final = "application/x-www-form-urlencoded"
 STREAM: Final = b"text/event-stream"
+
+
+class Asked(NamedTuple):
+    """What the headers of a request ask for."""
+
+    model: str
+    content_type: str
+    timeout_s: float
+    fields: Mapping[str, Any]
+    correlation_id: str | None
 
 
 def _whole(name: str, value: str) -> int:

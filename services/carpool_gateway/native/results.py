@@ -18,6 +18,7 @@ _HEADERS: Final = (
 )
 _ID: Final = b"carpool-correlation-id: %b\r\n"
 _FIRST: Final = b"carpool-first-us: %d\r\n"
+_VERSION: Final = b"carpool-model-version: %b\r\n"
 _WARNING: Final = b"carpool-warning: %b\r\n"
 _OCTETS: Final = b"application/octet-stream"
 
@@ -32,9 +33,10 @@ def id_header(correlation_id: str) -> bytes:
     return _ID % correlation_id.encode()
 
 
-def further_headers(first_us: int | None, warnings: Iterable[Any]) -> bytes:
+def further_headers(first_us: int | None, warnings: Iterable[Any], version: str = "") -> bytes:
     """The headers of a result that only some have."""
     headers = b"" if first_us is None else _FIRST % first_us
+    headers += _VERSION % _printable(version) if version else b""
     return headers + b"".join([_WARNING % _printable(warning) for warning in warnings])
 
 

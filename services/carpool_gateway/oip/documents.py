@@ -31,6 +31,7 @@ EXTENSIONS: Final = (  # those that the gateway serves, and no others
 READY: Final = "READY"
 UNAVAILABLE: Final = "UNAVAILABLE"
 LOADING: Final = "LOADING"
+_IMAGE_CHANNELS: Final = (1, 3, 4)
 
 
 class IndexEntry(NamedTuple):
@@ -39,6 +40,7 @@ class IndexEntry(NamedTuple):
     name: str
     state: str
     reason: str = ""
+    version: str = VERSION
 
 
 def _encode(document: Any) -> bytes:
@@ -50,11 +52,11 @@ def unknown_model(name: str) -> NotFoundError:
     return NotFoundError(f"Request for unknown model: '{name}' is not found")
 
 
-def check_version(name: str, version: str) -> None:
-    """Raise NotFoundError unless a model has this version; each has one."""
-    if version != VERSION:
+def check_version(name: str, version: str, of_model: str = VERSION) -> None:
+    """Raise NotFoundError unless this is the version of a model; each has one."""
+    if version != of_model:
         raise NotFoundError(
-            f"Request for unknown model: '{name}' version {version} is not found; it has version {VERSION}"
+            f"Request for unknown model: '{name}' version {version} is not found; it has version {of_model}"
         )
 
 
@@ -74,7 +76,7 @@ def model_metadata(model: OfferedModel) -> bytes:
     return _encode(
         {
             "name": model.name,
-            "versions": [VERSION],
+            "versions": [model.version],
             "platform": PLATFORM,
             "inputs": [_tensor_metadata(spec) for spec in model.inputs],
             "outputs": [_tensor_metadata(spec) for spec in model.outputs],
@@ -119,7 +121,18 @@ def model_config(model: OfferedModel) -> bytes:
 
 def _tensor_config(spec: TensorSpec) -> dict[str, Any]:
     datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
-    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "format": "FORMAT_NONE", "dims": spec.shape}
+    return {
+        "name": spec.name, "data_type": f"TYPE_{datatype}", "format": _format(spec), "dims": spec.shape,
+    }  # fmt: skip
+
+
+def _format(spec: TensorSpec) -> str:
+    """How an image would be laid out in a tensor of this shape: clients of image models ask for that."""
+    if len(spec.shape) != 3:
+        return "FORMAT_NONE"
+    if spec.shape[0] in _IMAGE_CHANNELS:
+        return "FORMAT_NCHW"
+    return "FORMAT_NHWC" if spec.shape[2] in _IMAGE_CHANNELS else "FORMAT_NONE"
 
 
 def model_statistics(of_models: Mapping[str, ModelStatistics]) -> bytes:
@@ -186,7 +199,7 @@ def repository_index(entries: Sequence[IndexEntry], *, ready_only: bool) -> byte
     """The models, with their states."""
     return _encode(
         [
-            {"name": entry.name, "version": VERSION, "state": entry.state, "reason": entry.reason}
+            {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
             for entry in entries
             if entry.state == READY or not ready_only
         ]

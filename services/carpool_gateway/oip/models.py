@@ -10,7 +10,7 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.registration import decode_inputs, decode_outputs
 from carpool.wire.tensors import TensorSpec
 
-VERSION: Final = "1"  # of every model
+VERSION: Final = "1"  # of a model that declares none
 BODY: Final = TensorSpec("body", "BYTES", (1,))
 RESULT: Final = TensorSpec("result", "BYTES", (1,))
 
@@ -28,6 +28,7 @@ class OfferedModel:
     outputs: Sequence[TensorSpec]
     kind: ModelKind
     settings: ModelSettings
+    version: str = VERSION
 
     @classmethod
     def of(
@@ -37,7 +38,8 @@ class OfferedModel:
         tensors cannot be read."""
         settings = ModelSettings.from_readable({**registration, **(overrides or {})})
         inputs, outputs = decode_inputs(registration), decode_outputs(registration)
-        return cls(name, inputs or [BODY], outputs or [RESULT], ModelKind.of(registration), settings)
+        kind, version = ModelKind.of(registration), registration.get("version", VERSION)
+        return cls(name, inputs or [BODY], outputs or [RESULT], kind, settings, version)
 
     @property
     def declares_inputs(self) -> bool:

@@ -227,7 +227,7 @@ def _bodies(model: OfferedModel, inputs: Sequence[InputTensor], rows: int) -> tu
         assert isinstance(elements, list)
         return _content_type(inputs[0]), elements
     if any(tensor.datatype == "BYTES" for tensor in inputs):
-        return MSGPACK, _with_texts(inputs, rows)
+        return MSGPACK, _with_elements(model, inputs, rows)
     pieces: _Pieces = []
     for tensor in inputs:
         before = b"" if len(inputs) == 1 else _name(tensor.name, 0 if pieces else len(inputs))
@@ -283,9 +283,12 @@ def _name(name: str, names: int) -> bytes:
     return bytes(packer.bytes())
 
 
-def _with_texts(inputs: Sequence[InputTensor], rows: int) -> list[bytes]:
-    """Bodies of inputs some of which are BYTES, whose elements Carpool's models have as texts."""
-    tensors = {tensor.name: _row_tensors(tensor, rows) for tensor in inputs}
+def _with_elements(model: OfferedModel, inputs: Sequence[InputTensor], rows: int) -> list[bytes]:
+    """Bodies of inputs some of which are BYTES."""
+    tensors = {
+        tensor.name: _row_tensors(tensor, spec, rows)
+        for spec, tensor in zip(model.inputs, inputs, strict=True)
+    }
     if len(tensors) == 1:
         return [msgpack.packb(tensor) for tensor in next(iter(tensors.values()))]
     names = list(tensors)
@@ -294,14 +297,15 @@ def _with_texts(inputs: Sequence[InputTensor], rows: int) -> list[bytes]:
     ]
 
 
-def _row_tensors(tensor: InputTensor, rows: int) -> list[dict[str, Any]]:
+def _row_tensors(tensor: InputTensor, spec: TensorSpec, rows: int) -> list[dict[str, Any]]:
     """The tensor of each row, as a map."""
     shape, data = list(tensor.shape[1:]), tensor.data
     values: Sequence[Any] = data
     width = math.prod(shape)
-    if isinstance(data, list):
-        values = texts_of(data, f"input {tensor.name!r}", ", and the model takes texts as BYTES")
-    else:
+    if spec.text:
+        assert isinstance(data, list)
+        values = texts_of(data, f"input {tensor.name!r}", ", and the model takes texts")
+    elif not isinstance(data, list):
         width *= WIDTHS[tensor.datatype]
     return [
         {"datatype": tensor.datatype, "shape": shape, "data": values[at * width : (at + 1) * width]}

@@ -18,8 +18,7 @@ from carpool.rows import Rows
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import Plan, plan
 from carpool_gateway.oip.requests import InferRequest, decode_request
-from carpool_gateway.oip.responses import Response, encode_response
-from carpool_gateway.oip.results import OutputTensor, RowResult, join_results
+from carpool_gateway.oip.responses import OutputTensor, Response, RowResult, encode_response, join_results
 
 JSON_BYTES_MAX: Final = 1024  # of a request that is kept
 KEPT_MAX: Final = 1024
@@ -66,7 +65,7 @@ class Prepared:
         assert isinstance(bodies, Rows)
         self.plan = self.plan._replace(bodies=Rows(bodies.head, b"", bodies.width))
 
-    def bodies_of(self, numbers: memoryview) -> Rows:
+    def bodies_of(self, numbers: bytes) -> Rows:
         """The bodies of a request with this JSON and these numbers."""
         kept = self.plan.bodies
         assert isinstance(kept, Rows)
@@ -77,7 +76,7 @@ class Prepared:
         if self._alike is not None and (response := self._alike.response(results)) is not None:
             return response
         outputs = join_results(self.model, self.plan, results)
-        response = encode_response(self.model.name, self.request.id, outputs)
+        response = encode_response(self.model.name, self.request.id, outputs, self.model.version)
         if self._is_kept:
             self._alike = _alike(outputs, results, response)
         return response
@@ -117,7 +116,7 @@ class Preparer:
         key = (model.name, body[:json_bytes], len(body))
         prepared = self._kept.get(key)
         if prepared is not None and prepared.model is model:
-            return prepared, prepared.bodies_of(memoryview(body)[json_bytes:])
+            return prepared, prepared.bodies_of(body[json_bytes:])
         prepared, bodies = _fresh(model, body, header_length)
         if _is_one_of_numbers(prepared.request):
             prepared.keep()

@@ -114,7 +114,7 @@ class BoundReplica(BatchReplica[Item]):
         if execution.is_suspect:  # it was reclaimed
             self._abort(execution)
             return
-        self._codec.prepare(execution, self._clock.now_us())
+        self._codec.prepare(execution, self._clock.now_us(), self._clock.wall_ahead_us)
         sequences = [run.sequence for run in execution.batch.runs]
         self._sequences.update(one.sequence_id for one in sequences if one is not None and one.starts)
         for frame in execution.frames:

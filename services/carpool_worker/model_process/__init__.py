@@ -2,9 +2,12 @@
 
     main             loads the model, and starts its loop
     frame_loop       the loop: receive a frame, execute it, send the outcome
+    async_loop       the same for an async model: several frames at a time
+    calls            what a model asks of other models
     frames           what crosses the process boundary
     frame_execution  from a frame to its outcome
     executor         runs the model on a frame's items and isolates the failures
+    costs            what bodies cost, as the model tells, and which are executed together for it
     outputs          what a model returned for a batch: counted, matched, and as it is declared
     states           states of sequences: as a model declares and gets them, and as bytes
     failures         from what the model raised to a status and a detail, or to the end of the process
@@ -15,9 +18,11 @@
     model            from a user's model to a loaded one
     loaded           a loaded model: its functions under one interface, and what it declares
     loader           from a model's name on the command line to the model
+    parameters       which a model declares, and the values for it
+    configuration    what a model is loaded with beside its object, as the worker sends it
     stepping         the package for models that generate step by step
     bound_executor   runs a model that binds sequences on the rows of all its slots
 
-`frames` and `stepping.frames` are the boundary, shared by both processes. Beside them the worker imports only
-`loader`, for the model's name, and `stepping.chunks`.
+`configuration`, `frames` and `stepping.frames` are the boundary, shared by both processes. Beside them the
+worker imports only `loader`, for the model's name, and `stepping.chunks`.
 """

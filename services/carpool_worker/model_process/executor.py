@@ -5,22 +5,32 @@ failing item is alone, and the others get their results. Of n items, one failing
 calls; the worst case is 2n - 1 calls. A wrong number of results fails all items, because it is unknown which
 results are missing. So do wrong new states.
 
+Where the model tells what a body costs, it gets the items in parts of at most `max_batch_cost` (`costs`).
+An error that says which request it concerns (`request_index`) fails that one, and the others are executed
+again together: what another model answered is no reason to ask it again and again.
+
 Those whose deadlines have passed are not executed, and not executed again: nobody waits for their results.
+
+The functions that execute are coroutines, because those of an async model wait. Of another model they never
+wait: `run_now`.
 
 Why: docs/decisions/0027.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT
+from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, CarpoolError
 from carpool.parts import Buffer
 from carpool.wire.tensors import Array
 from carpool_worker.model_process import frames
+from carpool_worker.model_process.calls import FrameCalls
+from carpool_worker.model_process.costs import cost_of, of_producers, parts_of
 from carpool_worker.model_process.failures import (
     Observe,
     OutputError,
@@ -28,7 +38,7 @@ from carpool_worker.model_process.failures import (
     failure_of,
     not_observed,
 )
-from carpool_worker.model_process.frames import Failure, FrameHeader
+from carpool_worker.model_process.frames import Failure, FrameHeader, RequestFields
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.outputs import (
     Results,
@@ -43,10 +53,16 @@ from carpool_worker.model_process.outputs import (
 from carpool_worker.model_process.states import States
 
 _LATE_AT_START: Final = (DEADLINE_EXCEEDED, "expired: its deadline passed before its batch was executed")
+_LATE_AT_PART: Final = (
+    DEADLINE_EXCEEDED,
+    "expired: its deadline passed while other parts of its batch were executed (max_batch_cost)",
+)
 _LATE_WHEN_HALVED: Final = (
     DEADLINE_EXCEEDED,
     "expired: the model raised on its batch, and its deadline passed before it was executed again",
 )
+
+T = TypeVar("T")
 
 FIXED_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})  # of values that nobody can change
 
@@ -159,7 +175,9 @@ def _writable(array: Array) -> Array:
 
 
 def _spread(array: Array, indexes: Mapping[int, int], count: int) -> Array:
-    empty = "" if array.dtype == object else 0  # a BYTES tensor has strings
+    empty: Any = 0
+    if array.dtype == object:  # a BYTES tensor, whose elements are all texts, or all bytes
+        empty = type(next(iter(array.flat), ""))()
     rows = np.full((count, *array.shape[1:]), empty, array.dtype)
     rows[list(indexes)] = array[list(indexes.values())]
     return rows
@@ -178,9 +196,9 @@ class Outcome(NamedTuple):
     """Failures by index, and the results of all other items, in order.
 
     `results` is a list, or Stacked where the model returned stacked arrays of one layout for all of them.
-    `executed_together`: the number of items that the first call of the model executed; 0 if it
-    raised, or there was none. `raised`: the items on each of which it raised alone. `refused`: those that
-    `validate` rejected.
+    `executed_together`: the number of items that the first call of the model executed, or the first of each
+    part; 0 if one raised, or there was none. `raised`: the items on each of which it raised alone. `refused`:
+    those that `validate` rejected. `cost`: of all items in `parts`, as the model told it; 0 if it tells none.
     """
 
     failures: dict[int, Failure]
@@ -188,17 +206,32 @@ class Outcome(NamedTuple):
     executed_together: int = 0
     raised: Sequence[int] = ()
     refused: Sequence[int] = ()
+    cost: int = 0
+    parts: int = 1
 
 
 class _Given(NamedTuple):
     """What there is of a frame's requests, by index. `states`: of a model that keeps them. `is_late`: whether
-    the deadline of one has passed by now. `observe` is told what the model raises."""
+    the deadline of one has passed by now. `observe` is told what the model raises. `calls`: of a model that
+    calls others."""
 
     items: Items
     requests: Sequence[Sequence[Any]]
     states: States | None
     is_late: Callable[[int], bool]
     observe: Observe
+    calls: FrameCalls | None
+
+
+def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns that does not wait for anything, as where no model is async."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a model that is not async waited in the event loop")
 
 
 def never_late(_index: int) -> bool:
@@ -207,6 +240,13 @@ def never_late(_index: int) -> bool:
 
 
 def execute(
+    model: LoadedModel, items: Items, requests: Sequence[Sequence[Any]], *more: Any, **named: Any
+) -> Outcome:
+    """As `execute_async`, of a model that is not async."""
+    return run_now(execute_async(model, items, requests, *more, **named))
+
+
+async def execute_async(
     model: LoadedModel,
     items: Items,
     requests: Sequence[Sequence[Any]],
@@ -214,6 +254,9 @@ def execute(
     is_late: Callable[[int], bool] = never_late,
     late: Sequence[int] = (),
     observe: Observe = not_observed,
+    cost_max: int | None = None,
+    producer_costs: Sequence[tuple[int, int]] = (),
+    calls: FrameCalls | None = None,
 ) -> Outcome:
     """Validate each item, run the model on the valid ones, and isolate those on which it fails.
 
@@ -221,7 +264,8 @@ def execute(
     `states` of all items, for a model that keeps them, gets the new ones of those that did not fail.
     `is_late`: whether the deadline of an item has passed by now; such an item is executed once at most.
     `late`: those of which it had passed before, which are not executed. `observe` is told what the model
-    raises, each time it does.
+    raises, each time it does. `cost_max`, `producer_costs`: as in a frame. `calls`: of a model that calls
+    others.
     """
     failures = validate(model, items)
     refused = tuple(failures)
@@ -231,10 +275,75 @@ def execute(
         valid = [index for index in valid if index not in failures]
     parts: list[Results] = []
     raised: list[int] = []
-    given = _Given(items, requests, states, is_late, observe)
-    if valid and not _attempt(model, given, valid, failures, parts, raised):
+    given = _Given(items, requests, states, is_late, observe, calls)
+    if model.cost is not None:
+        return await _execute_in_parts(model, given, valid, failures, refused, cost_max, producer_costs)
+    if valid and not await _attempt(model, given, valid, failures, parts, raised):
         return Outcome(failures, join(parts), 0, tuple(raised), refused)
     return Outcome(failures, join(parts), len(valid), (), refused)
+
+
+async def _execute_in_parts(
+    model: LoadedModel,
+    given: _Given,
+    valid: Sequence[int],
+    failures: dict[int, Failure],
+    refused: Sequence[int],
+    cost_max: int | None,
+    producer_costs: Sequence[tuple[int, int]],
+) -> Outcome:
+    """As `execute`, of a model that tells the cost of a body."""
+    costs = _costs(model, given, valid, producer_costs, failures)
+    together = parts_of([*costs], costs, cost_max)
+    if model.wants_requests:
+        given = given._replace(requests=_with_costs(given.requests, costs))
+    results: list[Results] = []
+    raised: list[int] = []
+    executed, is_normal = 0, True
+    for number, part in enumerate(together):
+        awaited = _without_late(given, part, failures, _LATE_AT_PART) if number else part
+        if awaited:
+            is_half = len(together) > 1
+            is_normal &= await _attempt(model, given, awaited, failures, results, raised, is_half=is_half)
+            executed += len(awaited)
+    cost = sum(costs.values())
+    return Outcome(
+        failures,
+        join(results),
+        executed if is_normal else 0,
+        tuple(raised),
+        refused,
+        cost,
+        max(1, len(together)),
+    )
+
+
+def _costs(
+    model: LoadedModel,
+    given: _Given,
+    valid: Sequence[int],
+    producer_costs: Sequence[tuple[int, int]],
+    failures: dict[int, Failure],
+) -> dict[int, int]:
+    """What each of these items costs, in their order. One whose cost is not known fails."""
+    assert model.cost is not None
+    costs: dict[int, int] = {}
+    sent = of_producers(producer_costs, len(given.items))
+    for index in valid:
+        try:
+            costs[index] = cost_of(model.cost, given.items.item(index), sent[index])
+        except BaseException as error:  # a library's panic, SystemExit: none may end this process
+            if not isinstance(error, OutputError):
+                given.observe(error, (index,))
+            failures[index] = failure_of(error, INTERNAL)
+    return costs
+
+
+def _with_costs(requests: Sequence[RequestFields], costs: Mapping[int, int]) -> Sequence[RequestFields]:
+    told = list(requests)
+    for index, cost in costs.items():
+        told[index] = RequestInfo(*requests[index])._replace(cost=cost)
+    return told
 
 
 def validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
@@ -249,7 +358,7 @@ def validate(model: LoadedModel, items: Items) -> dict[int, Failure]:
     return failures
 
 
-def _attempt(
+async def _attempt(
     model: LoadedModel,
     given: _Given,
     indexes: Sequence[int],
@@ -265,12 +374,15 @@ def _attempt(
     Adds to `failures`, `parts` and `raised`. Returns whether it did not raise.
     """
     try:
-        results, wrong = _run(model, given, indexes)
+        results, wrong = await _run(model, given, indexes)
     except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise
         if not isinstance(error, OutputError):
             given.observe(error, indexes)
         failure = failure_of(error, INTERNAL)
         is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
+        concerned = error.request_index if isinstance(error, CarpoolError) else None
     else:
         if is_half:  # the model is called again, and may use its arrays again then
             results, wrong = settled(Returned(results, wrong))
@@ -285,19 +397,34 @@ def _attempt(
             raised.extend(indexes)
         return False
     middle = len(indexes) // 2
-    for half in (indexes[:middle], indexes[middle:]):
-        awaited = _without_late(given, half, failures)
+    others: Sequence[Sequence[int]] = (indexes[:middle], indexes[middle:])
+    if concerned is not None and 0 <= concerned < len(indexes):
+        failures[indexes[concerned]] = failure
+        others = ([index for index in indexes if index not in failures],)
+    for again in others:
+        awaited = _without_late(given, again, failures, _LATE_WHEN_HALVED)
         if awaited:
-            _attempt(model, given, awaited, failures, parts, raised, is_half=True)
+            await _attempt(model, given, awaited, failures, parts, raised, is_half=True)
     return False
 
 
-def _without_late(given: _Given, indexes: Sequence[int], failures: dict[int, Failure]) -> Sequence[int]:
-    """Those of these items that are to be executed again. The others fail."""
+def _is_cancelled() -> bool:
+    """Whether this process ends, and not the model: its task is cancelled."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # there is no event loop
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+def _without_late(
+    given: _Given, indexes: Sequence[int], failures: dict[int, Failure], why: Failure
+) -> Sequence[int]:
+    """Those of these items that are still to be executed. The others fail."""
     late = [index for index in indexes if given.is_late(index)]
     if not late:
         return indexes
-    failures.update(dict.fromkeys(late, _LATE_WHEN_HALVED))
+    failures.update(dict.fromkeys(late, why))
     return [index for index in indexes if index not in failures]
 
 
@@ -306,9 +433,9 @@ def _info(correlation_id: str, lane: str, fields: Mapping[str, bytes], *more: An
     return RequestInfo(correlation_id, lane, dict(fields), *more)
 
 
-def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
+async def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
     """The model's results, one for each item. Raises WrongOutputError and what the model raises."""
-    items, requests, states, *_ = given
+    items, requests, states = given.items, given.requests, given.states
     infos = [_info(*requests[index]) for index in indexes] if model.wants_requests else ()
 
     def keys() -> Iterable[Any]:
@@ -318,13 +445,30 @@ def _run(model: LoadedModel, given: _Given, indexes: Sequence[int]) -> Returned:
         return (requests[index][0] for index in indexes) if model.wants_requests else ()
 
     count = len(indexes)
-    if states is None:
-        outputs = model.run(items.select(indexes), infos)
+    arguments = [items.select(indexes), infos, *([] if states is None else [states.select(indexes)])]
+    if given.calls is None:
+        outputs = model.run(*arguments)
+        if model.is_async:
+            outputs = await outputs
     else:
-        outputs, new_states = model.run(items.select(indexes), infos, states.select(indexes))
+        outputs = await _call(model, arguments, given.calls, indexes)
+    if states is not None:
+        outputs, new_states = outputs
     returned = results_of(model, outputs, count, keys, ids)
     check_form(model, outputs, count)
     if states is None:
         return returned
     wrong = states.replace(indexes, new_states, returned.wrong)
     return without(returned, wrong)
+
+
+async def _call(
+    model: LoadedModel, arguments: Sequence[Any], calls: FrameCalls, indexes: Sequence[int]
+) -> Any:
+    """What a model returns that calls others. What these have not answered by then is withdrawn."""
+    clients = calls.open(indexes)
+    try:
+        returned = model.run(*arguments, clients=clients)
+        return await returned if model.is_async else returned
+    finally:
+        await calls.close(clients)

@@ -29,6 +29,10 @@ class WrongOutputError(OutputError):
     """What the model returned is not one result for each item."""
 
 
+class WrongCostError(OutputError):
+    """What the model's `cost` returned is no cost."""
+
+
 class UnclearOutputError(OutputError):
     """What the model returned for several items has two meanings. For one item it has one."""
 
@@ -50,7 +54,7 @@ def failure_of(error: BaseException, status: str) -> Failure:
     _check_health(error)
     if isinstance(error, CarpoolError):
         return str(error.status), _text(getattr(error, "detail", ""))  # a subclass may not set it
-    if isinstance(error, WrongOutputError):
+    if isinstance(error, WrongOutputError | WrongCostError):
         return status, _text(error)
     failure = (
         "the model rejected this body" if status == INVALID_ARGUMENT else "the model failed on this request"

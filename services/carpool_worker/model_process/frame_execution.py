@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 from carpool.errors import INTERNAL, RESOURCE_EXHAUSTED
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_executor import BoundExecutor
-from carpool_worker.model_process.executor import Outcome, decode_items, execute, never_late
+from carpool_worker.model_process.calls import FrameCalls
+from carpool_worker.model_process.executor import Outcome, decode_items, execute_async, never_late, run_now
 from carpool_worker.model_process.failures import Observe, not_observed
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
@@ -26,9 +26,22 @@ def execute_frame(
     payload: Buffer,
     again: Callable[[], Buffer],
     observe: Observe = not_observed,
+    calls: FrameCalls | None = None,
 ) -> tuple[OutcomeHeader, list[Buffer]]:
-    """The header of the outcome and its payload, in pieces. `observe` is told what the model raises. Raises
-    Unhealthy.
+    """As `execute_frame_async`, of a model that is not async."""
+    return run_now(execute_frame_async(model, frame, payload, again, observe, calls))
+
+
+async def execute_frame_async(
+    model: LoadedModel,
+    frame: FrameHeader,
+    payload: Buffer,
+    again: Callable[[], Buffer],
+    observe: Observe = not_observed,
+    calls: FrameCalls | None = None,
+) -> tuple[OutcomeHeader, list[Buffer]]:
+    """The header of the outcome and its payload, in pieces. `observe` is told what the model raises. `calls`:
+    of a model that calls others. Raises Unhealthy.
 
     The model gets the payload's memory, and may write into it: `again` brings the payload as it was sent.
     """
@@ -40,8 +53,20 @@ def execute_frame(
     items = decode_items(frame, payload, lambda: frames.divide_payload(again(), states_bytes)[0])
     is_late = _lateness(frame)
     late = [index for index in range(frame.size) if is_late(index)] if _is_one_late(frame) else ()
-    run = partial(execute, model, items, frame.requests, states, is_late, late, observe)
-    header, data = _outcome_of(model, frame, run)
+    started_ns = time.perf_counter_ns()
+    outcome = await execute_async(
+        model,
+        items,
+        frame.requests,
+        states,
+        is_late,
+        late,
+        observe,
+        frame.cost_max,
+        frame.costs,
+        calls,
+    )
+    header, data = _encoded(model, frame, outcome, started_ns)
     return header, [data] if states is None else [data, states.without(header.failures)]
 
 
@@ -50,17 +75,16 @@ def execute_bound_frame(
 ) -> tuple[OutcomeHeader, list[Buffer]]:
     """The same of a model that binds sequences. No request is too late for it, and none is executed again."""
     items, requests = decode_items(frame, payload), [RequestInfo(*request) for request in frame.requests]
-    header, data = _outcome_of(executor.model, frame, partial(executor.execute, items, requests))
+    started_ns = time.perf_counter_ns()
+    header, data = _encoded(executor.model, frame, executor.execute(items, requests), started_ns)
     return header, [data]
 
 
-def _outcome_of(
-    model: LoadedModel, frame: FrameHeader, run: Callable[[], Outcome]
+def _encoded(
+    model: LoadedModel, frame: FrameHeader, outcome: Outcome, started_ns: int
 ) -> tuple[OutcomeHeader, bytes]:
-    """The header and the payload of what `run` returns, and how long that takes. A result that cannot be
-    sent, or is too large, fails its own request."""
-    started_ns = time.perf_counter_ns()
-    outcome = run()
+    """The header and the payload of an outcome that has just come. A result that cannot be sent, or is too
+    large, fails its own request."""
     compute_us = (time.perf_counter_ns() - started_ns) // 1000
     failures, layouts, data, error = _encode(model, outcome, frame.size, frame.result_bytes_max)
     header = OutcomeHeader(
@@ -74,6 +98,8 @@ def _outcome_of(
         outcome.raised,
         {error: ()} if error else {},
         refused=outcome.refused,
+        cost=outcome.cost,
+        parts=outcome.parts,
     )
     return header, data
 

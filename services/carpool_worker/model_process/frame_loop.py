@@ -10,6 +10,7 @@ from functools import partial
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_executor import BoundExecutor
+from carpool_worker.model_process.calls import Calls
 from carpool_worker.model_process.frame_execution import execute_bound_frame, execute_frame
 from carpool_worker.model_process.frames import End, FrameHeader
 from carpool_worker.model_process.loaded import BoundModel, LoadedModel
@@ -20,8 +21,12 @@ from carpool_worker.model_process.raised import RaisedLog
 class FrameLoop:
     """Takes what the worker sends, in order: frames, and for a model that binds sequences, their ends."""
 
-    def __init__(self, sock: socket.socket, model: LoadedModel, raised: RaisedLog) -> None:
+    def __init__(
+        self, sock: socket.socket, model: LoadedModel, raised: RaisedLog, calls: Calls | None = None
+    ) -> None:
+        """`calls`: of a model that calls others."""
         self._sock = sock
+        self._calls = calls
         self._reader = frames.MessageReader(sock)
         self._sent_ahead: deque[tuple[FrameHeader | End, Buffer]] = (
             deque()
@@ -38,6 +43,8 @@ class FrameLoop:
                 self.run_once()
         if self._bound is not None:
             self._bound.close()
+        if self._calls is not None:
+            self._calls.close_now()
 
     def run_once(self) -> None:
         """Take one message. Raises ProcessGoneError."""
@@ -50,7 +57,8 @@ class FrameLoop:
             header, data = execute_bound_frame(self._bound, message, payload)
         else:
             again = partial(self._again, message.number)
-            header, data = execute_frame(self._model, message, payload, again, self._raised.observe)
+            calls = None if self._calls is None else self._calls.of_frame(message)
+            header, data = execute_frame(self._model, message, payload, again, self._raised.observe, calls)
         self._measured.send_if_due()
         frames.send_message(self._sock, self._raised.named(header), *data)
 

@@ -1,9 +1,10 @@
 """What crosses the boundary between a worker and its model process, used on both sides.
 
-A model process first sends the result of loading: Ready or LoadFailed. Then each frame that the worker sends
-is answered by one outcome, in order, or by Ending, if the process is unhealthy and ends. Raised may come
-ahead of either, and Again ahead of an outcome, if the process wants the frame once more. A message is a
-msgpack header and a payload of raw bytes, over a socket pair.
+A worker first sends what the model is loaded with (`configuration`), and the model process the result of
+loading: Ready or LoadFailed. Then each frame that the worker sends is answered by one outcome, in order (of
+an async model in any order), or by Ending, if the process is unhealthy and ends. Raised may come ahead of
+either, and Again ahead of an outcome, if the process wants the frame once more. A message is a msgpack header
+and a payload of raw bytes, over a socket pair.
 
 A model may write into the socket by mistake, for example to a descriptor that it has closed already. So both
 ends of a message are marked, and its lengths are believed only between the marks. Bytes that were written
@@ -21,6 +22,7 @@ import math
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
 import msgpack
@@ -62,16 +64,17 @@ _RAISED: Final = "raised"
 _MEASURED: Final = "measured"
 _AGAIN: Final = "again"
 _END_OF: Final = "end"  # of sequences
+_CANCEL: Final = "cancel"
 
 MEASURED_INTERVAL_S: Final = 0.25  # between two messages of what a model measures
 
 Layout = tuple[str, str, tuple[int, ...]]  # of one stacked tensor: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
 _Read = Callable[[str, Sequence[int], Buffer], Array]  # datatype, shape, bytes
-RequestFields = tuple[str, str, Mapping[str, bytes]]  # correlation ID, lane, fields for the model
-SequenceFields = tuple[
-    str, str, Mapping[str, bytes], str, bool, bool
-]  # the same, ID of its sequence, start, end
+RequestFields = Sequence[Any]  # those of a RequestInfo (`loaded`), in its order; the last may be missing
+
+
+CallerFields = tuple[str, int, Mapping[str, bytes]]  # correlation ID, priority, fields for the model
 
 
 class Ready(NamedTuple):
@@ -84,6 +87,11 @@ class Ready(NamedTuple):
     misspelt: Mapping[str, str]  # attribute that has no effect -> the setting that was probably meant
     kind: ModelKind = ModelKind.PLAIN  # if STEPPING, what follows are the messages of `stepping.frames`
     initial_state: bytes = b""  # if STATEFUL: of a sequence that starts; states of all others are as long
+    parameters: Mapping[str, str] = MappingProxyType({})  # for people; secrets are hidden
+    version: str = ""  # empty: it declares none
+    has_cost: bool = False  # it tells the cost of a body
+    wants_callers: bool = False  # the model calls others on behalf of its requests
+    is_async: bool = False  # it executes `max_concurrent_batches` frames at a time
 
 
 class LoadFailed(NamedTuple):
@@ -102,14 +110,21 @@ class FrameHeader(NamedTuple):
     `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
     `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one.
     `result_bytes_max`: how many bytes the result of a request may have, packed.
+    `cost_max`: what the requests of one call of the model may cost together; None: any. `costs`: how many
+    requests, in order, have the same cost from their producers; empty if all have 1. Both only for a model
+    that tells the cost of a body.
+    `callers`: of each request what the requests to other models inherit, only for a model that asks for it.
     """
 
     first: int
     size: int
     layouts: Sequence[Layout] = ()
-    requests: Sequence[RequestFields | SequenceFields] = ()
+    requests: Sequence[RequestFields] = ()
     deadlines: Sequence[tuple[int, int | None]] = ()
     result_bytes_max: int = RESULT_BYTES_DEFAULT
+    cost_max: int | None = None
+    costs: Sequence[tuple[int, int]] = ()
+    callers: Sequence[CallerFields] = ()
     redis_ahead_us: int = 0  # set when the frame is sent
     number: int = 0  # set when the frame is sent, and returned with its outcome
 
@@ -128,16 +143,37 @@ class End(NamedTuple):
         return (_END_OF, *self)
 
 
+class Cancel(NamedTuple):
+    """Worker to the process of an async model: nobody waits any more for the results of these requests, by
+    index, of the frame with this number. What they asked of other models is withdrawn. It has no outcome, and
+    is ignored if the frame has one.
+    """
+
+    number: int
+    indexes: Sequence[int]
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_CANCEL, *self)
+
+
 def read_request(fields: Sequence[Any]) -> FrameHeader | End:
     """What a worker sends, from its header; to a stepping model it sends those of `stepping.frames`."""
     return End(*fields[1:]) if fields[0] == _END_OF else FrameHeader(*fields)
+
+
+def read_async_request(fields: Sequence[Any]) -> FrameHeader | Cancel:
+    """What a worker sends to an async model, from its header."""
+    return Cancel(*fields[1:]) if fields[0] == _CANCEL else FrameHeader(*fields)
 
 
 class OutcomeHeader(NamedTuple):
     """Model process to worker: failures by index in the frame; the payload has the results of all others.
 
     Without `layouts` the payload is a packed list of values. `first`, `size` and `number` are the frame's.
-    `executed_together`: how many requests one call of the model executed; 0 if it took several calls.
+    `executed_together`: how many requests one call of the model executed, or one for each part that
+    `max_batch_cost` allowed; 0 if it took other calls. `parts`: how many there were. `cost`: that of all
+    requests that were executed, as the model told it; 0 if it tells none.
     `raised`: the requests on each of which the model raised alone, by index in the frame.
     `errors`: the names of what it raised (`raised`), the last one last, and the requests concerned, by index
     in the frame: those on which it raised so alone, or else all on which it did. And why a result is too
@@ -156,6 +192,8 @@ class OutcomeHeader(NamedTuple):
     raised: Sequence[int] = ()
     errors: Mapping[str, Sequence[int]] = {}
     refused: Sequence[int] = ()
+    cost: int = 0
+    parts: int = 1
 
     @classmethod
     def read(cls, fields: Sequence[Any]) -> Self:
@@ -165,7 +203,7 @@ class OutcomeHeader(NamedTuple):
         return cls(*fields)
 
 
-_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, dict, list]
+_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, dict, list, int, int]
 
 
 class Raised(NamedTuple):
@@ -441,10 +479,12 @@ def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
         send_message(sock, (_LOAD_FAILED, *result))
         return
     inputs, outputs = (
-        [(spec.name, spec.datatype, spec.shape) for spec in specs]
+        [(spec.name, spec.datatype, spec.shape, spec.text, spec.labels) for spec in specs]
         for specs in (result.inputs, result.outputs)
     )
-    send_message(sock, (_READY, result.settings, inputs, outputs, *result[3:]))
+    parameters = dict(result.parameters)
+    fields = result._asdict() | {"inputs": inputs, "outputs": outputs, "parameters": parameters}
+    send_message(sock, (_READY, *fields.values()))
 
 
 def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
@@ -452,7 +492,7 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
     kind, *fields = header
     if kind == _LOAD_FAILED:
         return LoadFailed(*fields)
-    settings, inputs, outputs, wants_requests, misspelt, model_kind, initial_state = fields
+    settings, inputs, outputs, wants_requests, misspelt, model_kind, *others = fields
     return Ready(
         settings,
         tuple(TensorSpec(*spec) for spec in inputs),
@@ -460,7 +500,7 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
         wants_requests,
         misspelt,
         ModelKind(model_kind),
-        initial_state,
+        *others,
     )
 
 
@@ -570,16 +610,16 @@ def unstack(
     """The stacked arrays that follow each other in `data`, each of shape (count, *shape), made by `read`:
     `from_bytes`, or `to_be_sent` for results.
 
-    A BYTES tensor's item is a packed list of strings. They are stacked as an array of str objects, because
-    numpy's own strings are padded to the longest and lose trailing zeros.
+    A BYTES tensor's item is a packed list of bytes or texts. They are stacked as an array of these objects,
+    because numpy's own strings are padded to the longest and lose trailing zeros.
     """
     arrays: dict[str, Array] = {}
     view, start = memoryview(data), 0
     for name, datatype, shape in layouts:
         if datatype == "BYTES":
-            texts, length = _unpack_texts(view[start:], count)
-            array = np.empty(len(texts), object)
-            array[:] = texts
+            elements, length = _unpack_elements(view[start:], count)
+            array = np.empty(len(elements), object)
+            array[:] = elements
             arrays[name] = array.reshape((count, *shape))
             start += length
             continue
@@ -589,12 +629,12 @@ def unstack(
     return arrays
 
 
-def _unpack_texts(data: memoryview, count: int) -> tuple[list[str], int]:
-    """The strings of `count` items of a BYTES tensor, and their size in bytes."""
+def _unpack_elements(data: memoryview, count: int) -> tuple[list[Any], int]:
+    """The elements of `count` items of a BYTES tensor, and their size in bytes."""
     unpacker = msgpack.Unpacker(max_buffer_size=0)
     unpacker.feed(data)
-    texts = [text for _ in range(count) for text in unpacker.unpack()]
-    return texts, unpacker.tell()
+    elements = [element for _ in range(count) for element in unpacker.unpack()]
+    return elements, unpacker.tell()
 
 
 def stack(arrays: dict[str, Array], declared: Mapping[str, str]) -> tuple[list[Layout], bytes]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from carpool.messages.requests import JSON, PRIORITY_DEFAULT
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.tensors import StateSpec, TensorSpec
 from carpool_worker.model_process.frames import Ready
@@ -15,6 +17,12 @@ class RequestInfo(NamedTuple):
     """What a request has beside its body. `fields`: all that are not in `request_fields.CARPOOL_FIELDS`.
 
     `sequence_id`: None unless it is a part of a sequence. `slot`: of a model that binds them, its row.
+    `priority`: 0 to 9, higher first. `cost`: the producer's.
+    `arrival_s`, `deadline_s`: seconds since 1970 by the clock of this host (`time.time`). The arrival of a
+    delayed request is the end of its delay. There is no deadline (None) if it does not expire, or is executed
+    although it has expired.
+    `delivery_count`: 1 unless it may have been executed before, because a worker or a model process died:
+    then more each time.
     """
 
     correlation_id: str
@@ -24,6 +32,27 @@ class RequestInfo(NamedTuple):
     sequence_start: bool = False
     sequence_end: bool = False
     slot: int | None = None
+    content_type: str = JSON
+    priority: int = PRIORITY_DEFAULT
+    cost: int = 1
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    delivery_count: int = 1
+
+    @property
+    def tenant(self) -> str:
+        """The owner of the request; empty if it names none."""
+        return self.fields.get("tenant", b"").decode()
+
+    @property
+    def accept(self) -> str:
+        """The content type that the producer wants; empty if it names none."""
+        return self.fields.get("accept", b"").decode("utf-8", "replace")
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Seconds until its deadline, as of now, at least 0; None if it has none."""
+        return None if self.deadline_s is None else max(0.0, self.deadline_s - time.time())
 
 
 class BoundSequence(NamedTuple):
@@ -43,6 +72,9 @@ class Declarations:
     outputs: tuple[TensorSpec, ...] = ()
     settings: ModelSettings = field(default_factory=ModelSettings)
     misspelt: Mapping[str, str] = field(default_factory=dict)  # attribute that has no effect -> setting
+    parameters: Mapping[str, str] = field(default_factory=dict)  # for people; secrets are hidden
+    version: str = ""  # empty: it declares none
+    cost: Callable[[Any], Any] | None = None  # of a body, in the unit of `max_batch_cost`
 
 
 @dataclass(slots=True)
@@ -57,11 +89,14 @@ class LoadedModel(Declarations):
     """A user's model, loaded, that executes batches.
 
     `run` takes a batch and `requests`; one of a model with `states` takes these as well, and returns outputs
-    and new states. `initial_state`: the bytes of the state of a sequence that starts.
+    and new states; one that `wants_clients` takes `clients`, by name. Of an async model it is a coroutine
+    function. `initial_state`: the bytes of the state of a sequence that starts.
     """
 
     run: Callable[..., Any]
     wants_requests: bool = False
+    wants_clients: bool = False
+    is_async: bool = False
     states: tuple[StateSpec, ...] = ()
     initial_state: bytes = b""
     output_datatypes: Mapping[str, str] = field(init=False)  # declared ones, by name
@@ -110,6 +145,11 @@ def description_of(model: LoadedModel | SteppingModel) -> Ready:
         dict(model.misspelt),
         kind_of(model),
         b"" if isinstance(model, SteppingModel) else model.initial_state,
+        dict(model.parameters),
+        model.version,
+        model.cost is not None,
+        not isinstance(model, SteppingModel) and model.wants_clients,
+        not isinstance(model, SteppingModel) and model.is_async,
     )
 
 

@@ -8,6 +8,7 @@ pyproject.toml.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
@@ -41,8 +42,11 @@ def model_name(spec: str) -> tuple[str, str]:
     return name, location
 
 
-def find_model(location: str) -> Any:
+def find_model(location: str, folder: Path | None = None, settings: Mapping[str, Any] | None = None) -> Any:
     """The model object: a class, an instance or a function.
+
+    `folder`: where modules are found in place of the working directory. `settings`: those of an ONNX file, in
+    place of what is declared beside it.
 
     Raises UnusableError for a location of no known form, and whatever the model's module raises. From now on
     `sys.argv` is that of a program without arguments.
@@ -51,10 +55,10 @@ def find_model(location: str) -> Any:
     if location.startswith(_ONNX):
         from carpool_worker.models.onnx import OnnxModel  # noqa: PLC0415 (an optional extra)
 
-        return OnnxModel(location.removeprefix(_ONNX))
+        return OnnxModel(location.removeprefix(_ONNX), settings)
     source, colon, name = location.rpartition(":")
     if source and name:
-        return find_object(location)
+        return find_object(location, folder)
     if not colon:
         for entry_point in entry_points(group=MODELS_GROUP, name=location):
             return entry_point.load()

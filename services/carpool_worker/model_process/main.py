@@ -1,4 +1,5 @@
-"""The model process: load a model, and serve it: in `stepping.loop` if it steps, else in `frame_loop`.
+"""The model process: load a model, and serve it: in `stepping.loop` if it steps, in `async_loop` if it
+is async, else in `frame_loop`.
 
 A worker starts it as `python -m carpool_worker.model_process.main`. It talks only to its worker. The model
 has this process to itself: it may hold the GIL, sleep in C, leak or crash while the worker goes on fetching,
@@ -17,22 +18,23 @@ import secrets
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from functools import partial
 from typing import Final, NoReturn
 
-from carpool.errors import Unhealthy
+from carpool.errors import CarpoolError, Unhealthy
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.logs import configure_logs
-from carpool.plugins import UnusableError, reason_of
+from carpool.plugins import UnusableError
 from carpool.shown import shortened
 from carpool_worker.model_process import frames
+from carpool_worker.model_process.async_loop import AsyncFrameLoop
+from carpool_worker.model_process.calls import Calls
+from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.frame_loop import FrameLoop
 from carpool_worker.model_process.frames import LoadFailed, Raised
-from carpool_worker.model_process.loaded import description_of
-from carpool_worker.model_process.loader import find_model
-from carpool_worker.model_process.model import SteppingModel, load_model
+from carpool_worker.model_process.loaded import LoadedModel, description_of
+from carpool_worker.model_process.model import LoadError, SteppingModel, load_configured
 from carpool_worker.model_process.printed import show_output
 from carpool_worker.model_process.raised import RaisedLog
 from carpool_worker.model_process.stepping.loop import StepLoop
@@ -57,25 +59,42 @@ def main(argv: Sequence[str]) -> int:
     configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model", model=name, worker=worker)
     show_output()
     try:
-        model = load_model(find_model(location), device)
+        _, payload = frames.MessageReader(sock).receive()  # the next message is for a model that is loaded
+        model = load_configured(location, device, Configuration.decode(payload))
+        calls = _calls_of(model, name)
     except UnusableError as error:
         frames.send_load_result(sock, LoadFailed(str(error), trace=""))
         return 1
-    except BaseException as error:  # raised by the user's own code, so the traceback helps
-        frames.send_load_result(sock, LoadFailed(reason_of(error), shortened(traceback.format_exc())))
+    except LoadError as error:
+        frames.send_load_result(sock, LoadFailed(str(error), shortened(error.trace)))
+        return 1
+    except frames.ProcessGoneError:  # the worker ended
         return 1
     frames.send_load_result(sock, description_of(model))
     raised = RaisedLog(partial(_tell, sock))
     try:
         if isinstance(model, SteppingModel):
             StepLoop(sock, model, raised).run()
+        elif model.is_async:
+            AsyncFrameLoop(sock, model, raised, calls).run()
         else:
-            FrameLoop(sock, model, raised).run()
+            FrameLoop(sock, model, raised, calls).run()
     except Unhealthy as error:
         _end_unhealthy(sock, raised, error)
     if model.unload is not None:
         model.unload()
     return 0
+
+
+def _calls_of(model: LoadedModel | SteppingModel, name: str) -> Calls | None:
+    """What a model needs that calls others. Raises UnusableError where it has no address of Redis for
+    that."""
+    if isinstance(model, SteppingModel) or not model.wants_clients:
+        return None
+    try:
+        return Calls(name, is_async=model.is_async)
+    except CarpoolError as error:
+        raise UnusableError(f"the model's 'predict' has a parameter `clients`: {error.detail}") from None
 
 
 def _set_apart(descriptor: int) -> socket.socket:

@@ -22,17 +22,19 @@ class MeasuredSender:
         self._readable.register(sock, select.POLLIN)
         self._due_s = 0.0
 
-    def send_if_due(self) -> None:
-        """Send what has changed, unless that was done a moment ago. That the worker ended shows later."""
+    def send_if_due(self) -> float | None:
+        """Send what has changed, unless that was done a moment ago: then after how many seconds to call this
+        again. That the worker ended shows later."""
         if not REGISTRY.has_news:
-            return
+            return None
         now_s = time.monotonic()
         if now_s < self._due_s:
-            return
+            return self._due_s - now_s
         self._due_s = now_s + MEASURED_INTERVAL_S
         with contextlib.suppress(frames.ProcessGoneError):
             for change in REGISTRY.take_changes():
                 frames.send_message(self._sock, Measured.of(change).message())
+        return None
 
     def wait(self, reader: MessageReader) -> None:
         """Before the loop waits for the worker: wait for that here as long as something is to be sent."""

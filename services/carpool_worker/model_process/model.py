@@ -12,6 +12,7 @@ A stepping model has `begin` and `step` in place of `predict`, or is a generator
         def predict(self, batch): ...           # -> a list or one stacked array, in the order of the batch
         def postprocess(self, outputs): ...     # what predict returned -> results
         def unload(self): ...
+        def cost(self, body): ...               # optional: what it counts against max_batch_cost
 
 A model that keeps states of sequences declares them, and gets and returns them with each batch:
 
@@ -26,22 +27,32 @@ A model that has them inside binds each sequence to a *slot* of its process, and
         def predict(self, batch): ...           # row i is slot i; None, or zeros, if it is not ready
         def end(self, sequence): ...            # optional; once for each `start`, however it ended
 
+`load`, or `__init__`, may declare parameters after a `*`: see `parameters`. A function has none.
+`version = "2"` is a name for it, which results, logs and metrics show.
+
 A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
 exception, or return one in place of an item's result; carpool.errors has one for each status. A method
-`predict(self, batch, requests)` also gets a RequestInfo for each item.
+`predict(self, batch, requests)` also gets a RequestInfo for each item, and `predict(self, batch, clients)` a
+client for each, with which to call other models on behalf of that request (`carpool.client.on_behalf`).
+
+`predict` may be `async def`: then a process executes several batches at a time, `max_concurrent_batches`.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
+from carpool.keys import MODEL_VERSION, MODEL_VERSION_CHARS_MAX
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool.plugins import UnusableError
+from carpool.plugins import UnusableError, reason_of
 from carpool.wire.tensors import StateSpec, TensorSpec
+from carpool_worker.model_process.configuration import Configuration, without
 from carpool_worker.model_process.failures import WrongOutputError
 from carpool_worker.model_process.loaded import (
     BoundModel,
@@ -50,38 +61,114 @@ from carpool_worker.model_process.loaded import (
     RequestInfo,
     SteppingModel,
 )
+from carpool_worker.model_process.loader import find_model
+from carpool_worker.model_process.parameters import Values, read_parameters
 from carpool_worker.model_process.states import declared_states, initial_state
 from carpool_worker.model_process.stepping.requests import GeneratorModel
 
 __all__ = [
     "BoundModel",
     "BoundSequence",
+    "LoadError",
     "LoadedModel",
     "RequestInfo",
     "SteppingModel",
     "TensorSpec",
     "adapt",
+    "load_configured",
     "load_model",
 ]
+
+_CONCURRENT: Final = "max_concurrent_batches"
+ASYNC_BATCHES_DEFAULT: Final = 16  # of a model with an async `predict` that does not declare a number
 
 # How similar an attribute's name must be to a setting's, from 0 to 1, to be taken for a misspelling. One
 # letter that is wrong, missing or transposed is above this, and so is a missing unit; `batch_size` is below.
 MISSPELLING_SIMILARITY_MIN: Final = 0.86
 
 
-def load_model(model: Any, device: str) -> LoadedModel | SteppingModel:
+class Given(NamedTuple):
+    """What a model is given from outside: parameters, which were checked, and settings by name, as values."""
+
+    parameters: Values = Values()
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+_NOTHING: Final = Given()
+
+
+class LoadError(Exception):
+    """The model's own code raised while it was loaded. `trace`: the traceback. No secret is in either."""
+
+    def __init__(self, reason: str, trace: str) -> None:
+        super().__init__(reason)
+        self.trace = trace
+
+
+def load_configured(
+    location: str, device: str, configuration: Configuration | None = None
+) -> LoadedModel | SteppingModel:
+    """Find a model, check what it is given, and load it on `device`.
+
+    Raises UnusableError, for what was named, declared or given wrongly, and LoadError.
+    """
+    configuration = configuration or Configuration()
+    settings, parameters = _parsed(configuration.settings), configuration.parameters
+    secrets = [str(given.value) for given in parameters.values() if given.is_secret]
+    try:
+        model = find_model(location, configuration.folder, settings)
+        values = read_parameters(model, location, parameters)
+        secrets += values.secrets
+        return load_model(model, device, Given(values, settings))
+    except UnusableError as error:
+        raise UnusableError(without(secrets, str(error))) from None
+    except BaseException as error:
+        reason, trace = reason_of(error), traceback.format_exc()
+        raise LoadError(without(secrets, reason), without(secrets, trace)) from None
+
+
+def _parsed(settings: Mapping[str, str]) -> dict[str, Any]:
+    """The values of settings, from their texts."""
+    try:
+        parsed = ModelSettings.from_mapping(settings)
+    except ValueError as error:
+        raise UnusableError(str(error)) from None
+    return {name: getattr(parsed, name) for name in settings}
+
+
+def load_model(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel | SteppingModel:
     """Load a user's model of any kind on `device`. Raises UnusableError for a wrong declaration."""
-    if inspect.isclass(model):
-        model = model()
+    model = _created(model, given)
     if _is_stepping(model):
-        return _adapt_stepping(model, device)
-    return _adapt_bound(model, device) if _binds_sequences(model) else adapt(model, device)
+        return _adapt_stepping(model, device, given)
+    return _adapt_bound(model, device, given) if _binds_sequences(model) else adapt(model, device, given)
 
 
-def adapt(model: Any, device: str) -> LoadedModel:
+def _created(model: Any, given: Given) -> Any:
+    """The object, if the model is a class. Its settings are replaced before, so that `__init__` sees them."""
+    _declare(model, given.settings)
+    if not inspect.isclass(model):
+        return model
+    model = model(**given.parameters.of_init)
+    _declare(model, given.settings)
+    return model
+
+
+def _declare(model: Any, settings: Mapping[str, Any]) -> None:
+    """Let the model declare these settings in place of its own."""
+    for name, value in settings.items():
+        try:
+            setattr(model, name, value)
+        except (AttributeError, TypeError):
+            if getattr(model, name, None) != value:
+                raise UnusableError(
+                    f"{name} cannot be set: {_name_of(model)} takes no attributes; wrap it in a function"
+                ) from None
+
+
+def adapt(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel:
     """Load a user's model with `predict`, and find its hooks. Raises UnusableError, as `load_model` does."""
-    if inspect.isclass(model):
-        model = model()
+    model = _created(model, given)
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
     if predict is None:
         raise UnusableError(
@@ -91,17 +178,21 @@ def adapt(model: Any, device: str) -> LoadedModel:
         raise UnusableError(
             f"{_name_of(model)} is an async generator function: write it as a generator function, with `def`"
         )
-    _check_plain("predict", predict)
-    _load(model, device)
+    _check_no_async_generator(predict)
+    for name in ("load", "unload", "validate", "preprocess", "postprocess"):
+        _check_plain(name, getattr(model, name, None))
+    _load(model, device, given)
     predict = getattr(model, "predict", predict)  # `load` may set it, once it knows what the model takes
-    states, declarations = declared_states(model), _declarations(model)
+    is_async = _is_async(predict)
+    states, declarations = declared_states(model), _declarations(model, given, is_async=is_async)
     _check_takes_states(predict, states)
     if states:
         _check_kind(declarations["settings"], ModelKind.STATEFUL)
-    wants_requests = "requests" in _parameters(predict)
     return LoadedModel(
-        run=_pipeline(model, predict, wants_requests, keeps_states=bool(states)),
-        wants_requests=wants_requests,
+        run=_pipeline(model, predict, keeps_states=bool(states), is_async=is_async),
+        wants_requests="requests" in _parameters(predict),
+        wants_clients="clients" in _parameters(predict),
+        is_async=is_async,
         states=states,
         initial_state=initial_state(model, states),
         **declarations,
@@ -115,18 +206,28 @@ def _binds_sequences(model: Any) -> bool:
     return bool(declared)
 
 
-def _adapt_bound(model: Any, device: str) -> BoundModel:
+def _adapt_bound(model: Any, device: str, given: Given) -> BoundModel:
     if getattr(model, "states", None) is not None:
         raise UnusableError(
             "the model has 'states' and 'binds_sequences': its states are in Redis or inside it, not both"
         )
-    loaded = adapt(model, device)
+    loaded = adapt(model, device, given)
+    if loaded.is_async or loaded.wants_clients:
+        what = "is a coroutine function" if loaded.is_async else "has a parameter `clients`"
+        raise UnusableError(
+            f"the model has 'binds_sequences', and its 'predict' {what}: all slots of a process would wait "
+            "for the slowest call"
+        )
     _check_kind(loaded.settings, ModelKind.BOUND)
+    if loaded.cost is not None:
+        raise UnusableError(
+            "the model has 'cost' and 'binds_sequences': it executes all slots together, always"
+        )
     start, end = getattr(model, "start", None), getattr(model, "end", None)
     for name, hook in (("start", start), ("end", end)):
         _check_plain(name, hook)
-    given = {spec.name: getattr(loaded, spec.name) for spec in fields(loaded) if spec.init}
-    return BoundModel(**given, start=start, end=end)
+    loaded_fields = {spec.name: getattr(loaded, spec.name) for spec in fields(loaded) if spec.init}
+    return BoundModel(**loaded_fields, start=start, end=end)
 
 
 def _name_of(model: Any) -> str:
@@ -147,7 +248,7 @@ def _is_generator(model: Any) -> bool:
     )
 
 
-def _adapt_stepping(model: Any, device: str) -> SteppingModel:
+def _adapt_stepping(model: Any, device: str, given: Given) -> SteppingModel:
     stepping = model if callable(getattr(model, "step", None)) else GeneratorModel(model)
     for name in ("predict", "preprocess", "postprocess"):
         if getattr(model, name, None) is not None:
@@ -167,8 +268,8 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
         _check_plain(name, hook)
         if inspect.isgeneratorfunction(hook):
             raise UnusableError(f"the model's {name!r} has a 'yield': it must emit with request.emit(value)")
-    _load(model, device)
-    declarations = _declarations(model)
+    _load(model, device, given)
+    declarations = _declarations(model, given)
     _check_kind(declarations["settings"], ModelKind.STEPPING)
     return SteppingModel(
         begin=begin,
@@ -177,6 +278,20 @@ def _adapt_stepping(model: Any, device: str) -> SteppingModel:
         continues=bool(getattr(stepping, "continues", True)),
         **declarations,
     )
+
+
+def _is_async(predict: Any) -> bool:
+    """Whether it is a coroutine function, or an object that is called like one."""
+    return inspect.iscoroutinefunction(predict) or inspect.iscoroutinefunction(
+        getattr(predict, "__call__", None)  # noqa: B004 (not whether it can be called, but how)
+    )
+
+
+def _check_no_async_generator(predict: Any) -> None:
+    if inspect.isasyncgenfunction(predict):
+        raise UnusableError(
+            "the model's 'predict' is an async generator function: it must return all results, with `return`"
+        )
 
 
 def _check_plain(name: str, hook: Any) -> None:
@@ -199,42 +314,63 @@ def _check_takes_states(predict: Callable[..., Any], states: Sequence[StateSpec]
         raise UnusableError("the model's 'predict' has a parameter `states`, but the model declares none")
 
 
-def _load(model: Any, device: str) -> None:
+def _load(model: Any, device: str, given: Given) -> None:
     load = getattr(model, "load", None)
     if load is not None:
-        load(device)
+        _check_positional(load)
+        load(device, **given.parameters.of_load)
+        _declare(model, given.settings)  # `load` may have declared others
 
 
-def _declarations(model: Any) -> dict[str, Any]:
+def _check_positional(load: Callable[..., Any]) -> None:
+    _, *others = [
+        argument.name
+        for argument in _parameters(load).values()
+        if argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+        and argument.default is argument.empty
+    ] or [""]
+    if others:
+        raise UnusableError(
+            f"`load` has an argument {others[0]!r} that nobody gives: parameters are after a `*`, as in "
+            f"`load(self, device, *, {', '.join(others)})`"
+        )
+
+
+def _declarations(model: Any, given: Given, *, is_async: bool = False) -> dict[str, Any]:
     """The fields of Declarations."""
     return {
         "validate": getattr(model, "validate", None),
         "unload": getattr(model, "unload", None),
         "inputs": _specs(model, "inputs"),
         "outputs": _specs(model, "outputs"),
-        "settings": _settings(model),
+        "settings": _settings(model, is_async=is_async),
         "misspelt": dict(_misspelt(model)),
+        "parameters": given.parameters.shown,
+        "version": _version(model),
+        "cost": _cost(model),
     }
 
 
 def _pipeline(
-    model: Any, predict: Callable[..., Any], wants_requests: bool, *, keeps_states: bool
+    model: Any, predict: Callable[..., Any], *, keeps_states: bool, is_async: bool
 ) -> Callable[..., Any]:
+    """What `LoadedModel.run` is."""
     preprocess, postprocess = getattr(model, "preprocess", None), getattr(model, "postprocess", None)
+    wanted = [name for name in ("requests", "states", "clients") if name in _parameters(predict)]
+    if not keeps_states and "states" in wanted:  # it has a default
+        wanted.remove("states")
 
-    def run(batch: Any, requests: Sequence[RequestInfo]) -> Any:
+    def begin(batch: Any, requests: Any, states: Any, clients: Any) -> Any:
         if preprocess is not None:
             batch = preprocess(batch)
-        outputs = predict(batch, requests) if wants_requests else predict(batch)
-        return outputs if postprocess is None else postprocess(outputs)
+        if not wanted:
+            return predict(batch)
+        given = {"requests": requests, "states": states, "clients": clients}
+        return predict(batch, **{name: given[name] for name in wanted})
 
-    def run_with_states(
-        batch: Any, requests: Sequence[RequestInfo], states: Mapping[str, Any]
-    ) -> tuple[Any, Mapping[str, Any]]:
-        if preprocess is not None:
-            batch = preprocess(batch)
-        named = {"states": states, "requests": requests} if wants_requests else {"states": states}
-        returned = predict(batch, **named)
+    def finish(returned: Any) -> Any:
+        if not keeps_states:
+            return returned if postprocess is None else postprocess(returned)
         if not (
             isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping)
         ):
@@ -244,7 +380,25 @@ def _pipeline(
         outputs, new_states = returned
         return outputs if postprocess is None else postprocess(outputs), new_states
 
-    return run_with_states if keeps_states else run
+    def run(
+        batch: Any,
+        requests: Sequence[RequestInfo],
+        states: Mapping[str, Any] | None = None,
+        *,
+        clients: Sequence[Any] = (),
+    ) -> Any:
+        return finish(begin(batch, requests, states, clients))
+
+    async def run_async(
+        batch: Any,
+        requests: Sequence[RequestInfo],
+        states: Mapping[str, Any] | None = None,
+        *,
+        clients: Sequence[Any] = (),
+    ) -> Any:
+        return finish(await begin(batch, requests, states, clients))
+
+    return run_async if is_async else run
 
 
 def _parameters(predict: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -254,14 +408,52 @@ def _parameters(predict: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _settings(model: Any) -> ModelSettings:
+def _settings(model: Any, *, is_async: bool) -> ModelSettings:
     declared = {name: getattr(model, name, None) for name in ModelSettings.names()}
+    if is_async and declared[_CONCURRENT] is None:
+        declared[_CONCURRENT] = ASYNC_BATCHES_DEFAULT
     try:
         settings = ModelSettings.from_mapping(declared)
+        if not is_async and settings.max_concurrent_batches > 1:
+            raise ValueError(
+                f"{_CONCURRENT}: {settings.max_concurrent_batches} batches at a time need an "
+                "`async def predict`; a plain one executes one after the other"
+            )
         settings.check_sizes()
     except ValueError as error:
         raise UnusableError(str(error)) from None
     return settings
+
+
+def _cost(model: Any) -> Callable[[Any], Any] | None:
+    cost = getattr(model, "cost", None)
+    if cost is None:
+        return None
+    if not callable(cost):
+        raise UnusableError(
+            f"the model's 'cost' is {cost!r:.80}: it must be a method cost(self, body) that tells what a "
+            "body counts against max_batch_cost"
+        )
+    _check_plain("cost", cost)
+    try:
+        inspect.signature(cost).bind(None)
+    except TypeError:
+        raise UnusableError("the model's 'cost' must take one argument: the body of a request") from None
+    except ValueError:  # some C functions have no signature
+        pass
+    return cost  # type: ignore[no-any-return]
+
+
+def _version(model: Any) -> str:
+    declared = getattr(model, "version", None)
+    if declared is None:
+        return ""
+    if not isinstance(declared, str) or not MODEL_VERSION.fullmatch(declared):
+        raise UnusableError(
+            f"the model's 'version' is {declared!r:.80}: it must be text of 1 to {MODEL_VERSION_CHARS_MAX} "
+            "letters, digits and characters of . _ : + -, such as '2' or '2025-03-01'"
+        )
+    return declared
 
 
 def _misspelt(model: Any) -> Iterator[tuple[str, str]]:

@@ -489,7 +489,7 @@ def _declared_value(value: Any, spec: TensorSpec) -> Any:
             raise error
         return column.values[0] if isinstance(column.values, list) else column.values[0, ...]
     if spec.datatype == "BYTES":
-        return _declared_texts(value, spec)
+        return _declared_elements(value, spec)
     plain = value.item() if isinstance(value, np.generic) else value
     if isinstance(plain, bool | int | float) and spec.shape and set(spec.shape) <= {1, -1}:
         plain = [plain]  # a number has no shape: it is a tensor of one number
@@ -532,38 +532,39 @@ def _as_lists(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _declared_texts(value: Any, spec: TensorSpec) -> Any:
+def _declared_elements(value: Any, spec: TensorSpec) -> Any:
     if isinstance(value, str | bytes) and spec.shape == ():
-        return text_of(value)
+        return _declared_element(value, spec)
     array = np.array(value if _is_list(value) or isinstance(value, tuple) else [value], object)
     if isinstance(value, str | bytes) and set(spec.shape) <= {1, -1}:
         array = array.reshape((1,) * len(spec.shape))
-    for index, text in np.ndenumerate(array):
-        array[index] = _declared_text(text, spec)
+    for index, element in np.ndenumerate(array):
+        array[index] = _declared_element(element, spec)
     if not spec.admits(array.shape):
         raise _wrong_shape(array.shape, spec)
     return array
 
 
-def _declared_text(text: Any, spec: TensorSpec) -> str:
-    if not isinstance(text, str | bytes):
+def _declared_element(element: Any, spec: TensorSpec) -> str | bytes:
+    if not isinstance(element, str | bytes):
         raise WrongOutputError(
-            f"the model returned a {type(text).__name__} in output {spec.name!r}, which is declared as BYTES"
+            f"the model returned a {type(element).__name__} in output {spec.name!r}, which is declared as "
+            "BYTES"
         )
-    return text_of(text)
+    return text_of(element) if spec.text else element
 
 
-def _text_rows(array: Array, spec: TensorSpec) -> _Column:
-    """An array with the batch first as texts; rows with anything else are wrong."""
-    texts, wrong = array.astype(object), Wrong()
-    for index, text in np.ndenumerate(texts):
+def _element_rows(array: Array, spec: TensorSpec) -> _Column:
+    """An array with the batch first as elements of BYTES; rows with anything else are wrong."""
+    elements, wrong = array.astype(object), Wrong()
+    for index, element in np.ndenumerate(elements):
         try:
-            texts[index] = _declared_text(text, spec)
+            elements[index] = _declared_element(element, spec)
         except (WrongOutputError, ValueError) as error:
             wrong[index[0]] = error if isinstance(error, WrongOutputError) else WrongOutputError(
                 f"the model's result in output {spec.name!r} is not {_of(spec)}: {error}"
             )  # fmt: skip
-    return _Column(texts, wrong)
+    return _Column(elements, wrong)
 
 
 def _declared_array(array: Array, spec: TensorSpec) -> _Column:
@@ -580,7 +581,7 @@ def _declared_array(array: Array, spec: TensorSpec) -> _Column:
     if not spec.admits(array.shape[1:]):
         raise _wrong_shape(array.shape[1:], spec)
     if spec.datatype == "BYTES":
-        return _Column(array, {}) if kind == "U" else _text_rows(array, spec)
+        return _Column(array, {}) if kind == "U" else _element_rows(array, spec)
     try:
         numbers, lost = in_datatype(array, spec.datatype)
     except ValueError:

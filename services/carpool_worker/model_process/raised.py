@@ -10,6 +10,7 @@ frame is executed: if the model raises on several, they are executed again, unti
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -57,6 +58,13 @@ class RaisedLog:
         self._concerned: dict[str, list[int]] = {}  # since then: as in `OutcomeHeader.errors`
         self._alone: set[str] = set()  # names of these that were raised on a single request
         self._is_debug = structlog.get_logger().is_enabled_for(logging.DEBUG)
+
+    def apart(self) -> RaisedLog:
+        """One for a frame that is executed at the same time as others: what was told counts for all of
+        them."""
+        other = copy.copy(self)
+        other._told, other._concerned, other._alone = 0, {}, set()
+        return other
 
     @property
     def has_news(self) -> bool:

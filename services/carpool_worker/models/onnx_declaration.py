@@ -41,6 +41,7 @@ from carpool.model_settings import ModelSettings
 from carpool.plugins import UnusableError
 from carpool.text_files import read_text
 
+VERSION: Final = "version"
 METADATA_PREFIX: Final = "carpool."
 
 
@@ -128,7 +129,7 @@ def read_declaration(
         (f"{path}: declared in code: ", declared or {}),
     ):
         for key, value in source.items():
-            if key not in _READERS and key not in ModelSettings.names():
+            if key not in _READERS and key not in (*ModelSettings.names(), VERSION):
                 raise ValueError(f"{prefix}{key}: unknown key; valid are {', '.join(_READERS)} and settings")
             values[key] = value, prefix
     settings = {key: _read_setting(key, *values.pop(key)) for key in values.keys() - _READERS.keys()}
@@ -165,6 +166,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _read_setting(name: str, value: Any, prefix: str) -> Any:
+    if name == VERSION:
+        return value  # checked as that of any model
     try:
         return getattr(ModelSettings.from_mapping({name: value}), name)
     except ValueError as error:

@@ -260,12 +260,11 @@ def _is_same(one: Any, other: Any) -> bool:
 def _spec(result: ResultOutput, runs: Sequence[Run]) -> TensorSpec:
     """An output with the sizes that are declared and were seen."""
     shapes = [run.outputs[result.name].shape[1:] for run in runs]
-    declared = result.shape or ()
+    declared, is_text = result.shape or (), result.datatype == "BYTES"
     if not shapes:
-        return TensorSpec(result.name, result.datatype, (-1,) * len(declared))
+        return TensorSpec(result.name, result.datatype, (-1,) * len(declared), text=is_text)
     if len(declared) != len(shapes[0]):
         declared = (-1,) * len(shapes[0])
     sizes = zip(declared, *shapes, strict=True)
-    return TensorSpec(
-        result.name, result.datatype, tuple(size if {size} == {*seen} else -1 for size, *seen in sizes)
-    )
+    shape = tuple(size if {size} == {*seen} else -1 for size, *seen in sizes)
+    return TensorSpec(result.name, result.datatype, shape, text=is_text)

@@ -224,7 +224,8 @@ def _spec(value: Any, path: Path) -> TensorSpec:
             "dimension; export the model with a dynamic first dimension, or declare it under [constants] in "
             f"{toml_path(path)}"
         )
-    return TensorSpec(value.name, datatype, tuple(_size(size) for size in value.shape[1:]))
+    shape = tuple(_size(size) for size in value.shape[1:])
+    return TensorSpec(value.name, datatype, shape, text=datatype == "BYTES")
 
 
 def _fix_types() -> str:

@@ -236,6 +236,7 @@ class StepExecution:
             self.execution.queue_us(run),
             self.execution.compute_us,
             warnings=warnings_of(run.extra, run.content_type),
+            version=self.execution.version,
         )
 
     # --- Redis ---------------------------------------------------------------------------------------------

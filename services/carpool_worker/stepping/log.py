@@ -54,6 +54,10 @@ class StepLog:
         with self._lock:
             self._dropped += len(requests)
 
+    def bind(self, **fields: str) -> None:
+        """All lines have these fields from now on."""
+        self._log = self._log.bind(**fields)
+
     def summarize_if_due(self) -> None:
         """Log a summary, if the last was a second ago."""
         if time.monotonic() - self._summarized_at_s >= SUMMARY_INTERVAL_S:

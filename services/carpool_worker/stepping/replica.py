@@ -223,12 +223,11 @@ class StepReplica(ReplicaLoop[Execution]):
             request.result = execution.results[0]
             self._alone = None if self._alone is request else self._alone
             return
-        run, batch = request.run, execution.batch
         admit = Admit(
             request.key,
             body.layouts,
-            (run.correlation_ids[0], batch.lane, run.extra or {}),
-            batch.cost,
+            self._codec.request_fields(execution, 0, self._store.clock.wall_ahead_us),
+            execution.batch.cost,
             request.is_streamed,
             request.previous_chunks,
             steps_alone,

@@ -1,5 +1,6 @@
 """Producers in Python: `AsyncClient`, and `Client` for programs without an event loop.
 
+on_behalf     clients of models that call others, one for each request that they execute
 sync          Client: AsyncClient on a thread of its own
 loop_thread   the thread of Client: its event loop, and waits that end
 aio           AsyncClient: values and options -> encoded requests
@@ -18,12 +19,14 @@ retries       requests are sent again that ended with a status which may pass
 durability    what Redis is asked for before a request counts as accepted
 lookup        whether a model is registered, is being loaded, and can be used
 timeouts      timers of entries
+absences      whether a worker serves a model of which requests timed out
 reply_reads   what to ask of the reply streams next
 transport     the two connections to Redis, and how they are restored
 cluster       a transport for each hash slot that has models
 """
 
 from carpool.client.aio import AsyncClient
+from carpool.client.on_behalf import AsyncRequestClient, RequestClient
 from carpool.client.sequences import AsyncSequence, BlockingSequence
 from carpool.client.sinks import Reply
 from carpool.client.streams import AsyncStream, Stream
@@ -31,10 +34,12 @@ from carpool.client.sync import Client
 
 __all__ = [
     "AsyncClient",
+    "AsyncRequestClient",
     "AsyncSequence",
     "AsyncStream",
     "BlockingSequence",
     "Client",
     "Reply",
+    "RequestClient",
     "Stream",
 ]

@@ -33,7 +33,7 @@ from carpool.client.options import (
     checked_timeout_s,
     read_options,
 )
-from carpool.client.producer import Producer
+from carpool.client.producer import Producer, ServedChannels
 from carpool.client.reading import ResultReader
 from carpool.client.retries import each_with_retries, left_of, with_retries
 from carpool.client.sequences import AsyncSequence, SequenceProgress
@@ -54,6 +54,9 @@ class AsyncClient:
     `timeout`: seconds until a request fails, for requests without their own `timeout`; None for no limit.
     `durability`: when a request counts as accepted. "none": when Redis has it in memory; "replicas=N": when N
         replicas have it, too; "fsync": when it is on the disk of Redis. See `flush`.
+    `require_worker`: a request to a model that no worker serves fails at once, with UnavailableError, and
+        does not wait for one. A worker that was killed counts until its lease has run out. Not for
+        `sequence`.
 
     One that nobody has any more, and whose requests have results, closes itself, with a ResourceWarning. For
     that, what belongs to the event loop (connections, timers) does not keep it.
@@ -69,10 +72,13 @@ class AsyncClient:
         prefix: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         durability: str = "none",
+        require_worker: bool = False,
     ) -> None:
         self._timeout_s = checked_timeout_s(timeout)
         self._producer = self._new_producer(url, prefix, durability)
-        self._packer, self._channels = self._producer.packer, self._producer.channels
+        self._packer = self._producer.packer
+        self._served = ServedChannels(self._producer.channels) if require_worker else None
+        self._channels: dict[str, Channel] | ServedChannels = self._served or self._producer.channels
         self._encoder, self._reader = BodyEncoder(), ResultReader()
         self._values, self._replies = FutureSink(self._reader), ReplySink(self._reader)
         self._streams = StreamSink(self._reader)
@@ -349,6 +355,9 @@ class AsyncClient:
         and the options have what is left of the timeout, and of `not_before`."""
         timeout_s, started_s = read_options(options, self._timeout_s)[0], time.monotonic()
         channel = await self._producer.open_channel(model, timeout_s)
+        if self._served is not None:
+            await self._producer.check_served(model, timeout_s)
+            self._served.confirm(model)
         waited_s = time.monotonic() - started_s
         return channel, left_of(options, timeout_s, waited_s) if waited_s > POLL_S else options
 

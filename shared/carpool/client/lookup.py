@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Any, Final
 
-from carpool.errors import DeadlineExceededError, NotFoundError
+from carpool.errors import DeadlineExceededError, NotFoundError, UnavailableError
 from carpool.keys import Keys, models_key
 
 POLL_S: Final = 0.1
@@ -40,7 +40,7 @@ class ModelLookup:
             size = await self._call("HGET", keys.registration, "max_batch_size")
             if size is not None:
                 return int(size) if size.isdigit() else 1
-            if not await self._is_loading(keys):
+            if not await self.is_loading(keys):
                 break
             if time.monotonic() >= end_s:
                 raise DeadlineExceededError(f"model {model!r}: {_LOADING}, for {timeout_s:g} s or longer")
@@ -56,21 +56,28 @@ class ModelLookup:
                 raise DeadlineExceededError(f"model {model!r} is not ready after {timeout_s:g} s: {missing}")
             await asyncio.sleep(POLL_S)
 
+    async def check_served(self, model: str) -> None:
+        """Raise UnavailableError, which says why, unless a model process is alive."""
+        keys = self._keys(model)
+        if not await count_alive(self._call, keys):
+            why = _LOADING if await self.is_loading(keys) else _NO_PROCESS
+            raise UnavailableError(f"model {model!r}: {why}")
+
     async def _missing(self, keys: Keys) -> str:
         """What a model lacks to be ready; empty if nothing."""
         is_registered = await self._call("HGET", keys.registration, "max_batch_size") is not None
-        if is_registered and await self._has_process(keys):
+        if is_registered and await self.has_process(keys):
             return ""
-        if await self._is_loading(keys):
+        if await self.is_loading(keys):
             return _LOADING
         return _NO_PROCESS if is_registered else _NOBODY
 
-    async def _has_process(self, keys: Keys) -> bool:
-        """One that was killed counts for some more leases. Redis's clock, which producers may not read, would
-        tell."""
+    async def has_process(self, keys: Keys) -> bool:
+        """Whether a model has a process. One that was killed counts, until another worker has noticed."""
         return bool(await self._call("ZCARD", keys.workers))
 
-    async def _is_loading(self, keys: Keys) -> bool:
+    async def is_loading(self, keys: Keys) -> bool:
+        """Whether a worker loads a model."""
         return bool(await self._call("EXISTS", keys.loading))
 
     def _keys(self, model: str) -> Keys:
@@ -78,6 +85,13 @@ class ModelLookup:
             return Keys(model, self._prefix)
         except ValueError as error:
             raise NotFoundError(str(error)) from None
+
+
+async def count_alive(call: Callable[..., Awaitable[Any]], keys: Keys) -> int:
+    """How many model processes have a lease, by Redis's clock."""
+    now_s, us = await call("TIME")
+    now_ms = int(now_s) * 1000 + int(us) // 1000
+    return int(await call("ZCOUNT", keys.workers, str(now_ms), "+inf"))
 
 
 def _end_s(timeout_s: float | None) -> float:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from typing import Any, Final
 from weakref import WeakMethod
 
+from carpool.client.absences import Absences
 from carpool.client.awaited import AwaitedRequests
 from carpool.client.cluster import ClusterTransport
 from carpool.client.durability import Durability
@@ -69,6 +71,7 @@ class Packer:
         self.awaited = AwaitedRequests(weakly(self.withdraw))
         self._timeouts = Timeouts(weakly(self._on_timeout))
         self.transport = self._new_transport(url, first_key, durability)
+        self._absences = Absences(self.transport.call_again)
 
     def _new_transport(
         self, url: str, first_key: str, durability: Durability
@@ -276,10 +279,16 @@ class Packer:
                 self.transport.withdraw(entry.channel, correlation_ids)
 
     def _on_timeout(self, entry: OutgoingEntry) -> None:
+        if entry.sent and self.transport.connection_error is None:
+            self._absences.tell(entry.channel, partial(self._fail_late, entry))
+        else:
+            self._fail_late(entry, self.connection_cause())
+
+    def _fail_late(self, entry: OutgoingEntry, cause: str) -> None:
+        """No result came in time. `cause`: the end of the sentence that says so."""
         self.timed_out += len(entry.awaited)
         kind: type[CarpoolError] = NoResultError if entry.sent else DeadlineExceededError
-        detail = f"no result within {entry.timeout_s:g} s{self.connection_cause()}"
-        self.awaited.fail(entry, kind(detail))
+        self.awaited.fail(entry, kind(f"no result within {entry.timeout_s:g} s{cause}"))
         self.transport.drop_unawaited()
 
     def connection_cause(self) -> str:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
@@ -37,6 +38,7 @@ from carpool.tls_files import check_tls_files
 
 T = TypeVar("T")
 
+SERVED_S: Final = 1.0  # for which it holds that a worker serves a model
 _FORKED: Final = "this process was forked from the one that sent the request"
 
 
@@ -133,6 +135,10 @@ class Producer:
         """Wait until a worker can execute requests of a model. Raises DeadlineExceededError."""
         await self._in_time(self._models.wait_ready(model, timeout_s), timeout_s)
 
+    async def check_served(self, model: str, timeout_s: float | None) -> None:
+        """Raise UnavailableError unless a worker serves a model now."""
+        await self._in_time(self._models.check_served(model), timeout_s)
+
     async def open_channel(self, model: str, timeout_s: float | None) -> Channel:
         """Look up a model, and read its results from now on. A model that a worker is loading is waited for.
         Raises CarpoolErrors: NotFoundError if there is no such model."""
@@ -176,6 +182,26 @@ class Producer:
         if isinstance(reply, CommandError):
             raise failure(f"Redis rejected {command[0]}", reply)
         return reply
+
+
+class ServedChannels:
+    """The channels of models that a worker served a moment ago. Of others `get` returns None, so that it is
+    looked whether one does."""
+
+    def __init__(self, channels: Mapping[str, Channel]) -> None:
+        self._channels = channels
+        self._until_s: dict[str, float] = {}
+
+    def get(self, model: str) -> Channel | None:
+        """The channel of a model, if it was served within SERVED_S."""
+        return self._channels.get(model) if self._until_s.get(model, 0.0) > time.monotonic() else None
+
+    def __getitem__(self, model: str) -> Channel:
+        return self._channels[model]
+
+    def confirm(self, model: str) -> None:
+        """A worker serves it now."""
+        self._until_s[model] = time.monotonic() + SERVED_S
 
 
 _CONNECTED: Final[WeakSet[Producer]] = WeakSet()

@@ -29,6 +29,7 @@ class Reply(NamedTuple):
     """A result, with the size and the times of the batch it was in.
 
     `first_us`: of a stream, microseconds from arrival to the first chunk; None if there was none.
+    `version`: that of the model, as it declares it; empty if it declares none.
     """
 
     value: Any
@@ -37,6 +38,7 @@ class Reply(NamedTuple):
     queue_us: int
     compute_us: int
     first_us: int | None = None
+    version: str = ""
 
 
 class Sink:
@@ -201,12 +203,13 @@ def reply_of(value: Any, envelope: Envelope) -> Reply:
         envelope["queue_us"],
         envelope["compute_us"],
         envelope.get("first_us"),
+        envelope.get("version", ""),
     )
 
 
 def replies_of(array: Array, columns: ResultColumns) -> list[Reply]:
     """The Replies of columns whose values are the rows of an array."""
-    served = (columns.batch_size, columns.queue_us, columns.compute_us)
+    served = (columns.batch_size, columns.queue_us, columns.compute_us, None, columns.version)
     rows = zip(columns.correlation_ids, rows_of(array), strict=True)
     return [Reply(row, correlation_id, *served) for correlation_id, row in rows]
 

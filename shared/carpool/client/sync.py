@@ -79,9 +79,17 @@ class _ThreadClient(AsyncClient):
     """AsyncClient with requests of other threads, whose results go to the futures of these threads."""
 
     def __init__(
-        self, url: str | None, *, prefix: str | None, timeout: float | None, durability: str
+        self,
+        url: str | None,
+        *,
+        prefix: str | None,
+        timeout: float | None,
+        durability: str,
+        require_worker: bool,
     ) -> None:
-        super().__init__(url, prefix=prefix, timeout=timeout, durability=durability)
+        super().__init__(
+            url, prefix=prefix, timeout=timeout, durability=durability, require_worker=require_worker
+        )
         # The parent's thread may have held the lock of a future. Waits look at the process.
         self._producer.fails_inherited = False
         self._thread_futures = ThreadFutureSink(self._reader)
@@ -166,9 +174,12 @@ class _ClientThread:
         prefix: str | None,
         timeout: float | None,
         durability: str,
+        require_worker: bool,
         client: _ThreadClient | None = None,
     ) -> None:
-        self.client = client or _ThreadClient(url, prefix=prefix, timeout=timeout, durability=durability)
+        self.client = client or _ThreadClient(
+            url, prefix=prefix, timeout=timeout, durability=durability, require_worker=require_worker
+        )
         self._timeout_s = checked_timeout_s(timeout)
         self.thread = LoopThread(self._on_thread_end)
         self._submitted: deque[_Submission] = deque()  # not seen by the loop's thread
@@ -294,7 +305,8 @@ class _ClientThread:
 
 
 class Client:
-    """`AsyncClient` on a thread of its own. Any number of threads may share one Client.
+    """`AsyncClient` on a thread of its own, made with the same arguments. Any number of threads may share
+    one.
 
     Threads do not survive a fork. So in a child process (gunicorn with --preload, Celery, multiprocessing) a
     Client has another thread, with connections of its own: what was sent before belongs to the parent. To
@@ -311,9 +323,10 @@ class Client:
         prefix: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         durability: str = "none",
+        require_worker: bool = False,
     ) -> None:
         self._new_thread: Callable[[], _ClientThread] = partial(
-            _ClientThread, url, prefix, timeout, durability
+            _ClientThread, url, prefix, timeout, durability, require_worker
         )
         self._threads = {os.getpid(): self._new_thread()}  # by process ID
         self._closed = False

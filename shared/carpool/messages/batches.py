@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from carpool.messages.requests import Producer, Run, SequencePart
+from carpool.messages.requests import PRIORITY_DEFAULT, Producer, Run, SequencePart
 from carpool.rows import Bodies, Body
 from carpool.tickets import TicketRange, Tickets
 
@@ -55,6 +55,8 @@ class BatchedRun(NamedTuple):
     reply_columns: bool = False
     tickets: Tickets | None = None
     sequence: SequencePart | None = None
+    priority: int = PRIORITY_DEFAULT
+    cost: int = 1  # of each request
 
     @property
     def producer(self) -> Producer:
@@ -89,8 +91,8 @@ class Batch:
     `expected_us`: how long their execution is expected to take; 0 if that is unknown. `stream` and `cost` are
     those of the request, if it is alone in the batch, as requests of stepping models are; `settings` has all
     effective settings that their worker needs (`ModelSettings.for_workers`). `process`: of a bound model, the
-    one for which it was dispatched; empty for others. `max_execution_ms`, `max_result_bytes` and those of a
-    process: those of the model.
+    one for which it was dispatched; empty for others. `max_execution_ms`, `max_result_bytes`,
+    `max_batch_cost` and the limits of a process: those of the model.
     `answered`: positions of requests that had results when it was dispatched, because they were sent again.
 
     A request's position is its place in the batch, counted over all runs, which do not change.
@@ -112,6 +114,7 @@ class Batch:
     max_result_bytes: int = 64 * 1024 * 1024
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
     answered: frozenset[int] = frozenset()
+    max_batch_cost: int | None = None
     max_requests_per_process: int | None = None
     max_process_memory: int | None = None
     starts: list[int] = field(init=False)  # the position of the first request of each run

@@ -167,6 +167,11 @@ class Run:
         runs[at : at + 1] = parts
         return parts
 
+    def one(self, index: int) -> Run:
+        """The request at this index as a run, without its body: what it takes to answer it in flight."""
+        tickets = None if self.tickets is None else self.tickets.slice(index, index + 1)
+        return self._part([self.correlation_ids[index]], [], tickets)
+
     def _insert_part(self, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
         """A run with the attributes of this one, put before it in their entry."""
         part = self._part(ids, bodies, tickets)

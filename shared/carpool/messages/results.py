@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from carpool.errors import OK
 from carpool.messages.batches import BatchedRequest, BatchedRun
@@ -17,6 +17,7 @@ class Result(NamedTuple):
 
     Of a streamed request: `index` is the number of its chunks; `first_us` the time from its arrival to the
     first of them, None if there is none. `warnings`: sentences for its producer about the request.
+    `version`: of the model that executed it; empty if it declares none, or nothing was executed.
     """
 
     correlation_id: str
@@ -30,6 +31,7 @@ class Result(NamedTuple):
     index: int | None = None  # type: ignore[assignment]  # hides tuple.index
     first_us: int | None = None
     warnings: Sequence[str] = ()
+    version: str = ""
 
 
 class Chunk(NamedTuple):
@@ -56,10 +58,12 @@ class ResultColumns(NamedTuple):
     batch_size: int
     queue_us: int
     compute_us: int
+    version: str = ""  # as in a Result
 
     def results(self) -> list[Result]:
         """Each result by itself."""
-        return _results(self.correlation_ids, self.content_type, self.rows, self[3:])
+        also = (None, None, (), self.version) if self.version else ()
+        return _results(self.correlation_ids, self.content_type, self.rows, (*self[3:6], *also))
 
     def select(self, positions: Sequence[int]) -> ResultColumns:
         """The results at these positions, copied."""
@@ -84,6 +88,7 @@ class RunResults(NamedTuple):
     compute_us: int
     warnings: Sequence[str] = ()  # to each of them
     other_type: str = ""  # their content type, if it is not that of the run
+    version: str = ""  # as in a Result
 
     @property
     def content_type(self) -> str:
@@ -99,15 +104,15 @@ class RunResults(NamedTuple):
 
     def results(self) -> list[Result]:
         """Each result by itself."""
-        of_run = _results(self.correlation_ids, self.content_type, self.bodies, self[5:8])
-        return [result._replace(warnings=self.warnings) for result in of_run] if self.warnings else of_run
+        also = (None, None, self.warnings, self.version) if self.warnings or self.version else ()
+        return _results(self.correlation_ids, self.content_type, self.bodies, (*self[5:8], *also))
 
 
 def _results(
     correlation_ids: Sequence[str],
     content_type: str,
     bodies: Rows | list[bytes],
-    served: tuple[int, int, int],  # batch size, queue delay, execution time
+    served: tuple[Any, ...],  # the fields of each Result from `batch_size` on
 ) -> list[Result]:
     return [
         Result(correlation_id, OK, content_type, bodies[at], None, *served)

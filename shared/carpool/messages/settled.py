@@ -46,6 +46,7 @@ class Executed(NamedTuple):
 
     `input_us`: time to decode the bodies. `output_us`: time from the model's last outcome to the commit.
     `counted_us`: what of `compute_us` the model's statistics have already, with results answered ahead.
+    `cost`: of the requests that were executed, as the model tells it; 0 if it tells none.
     """
 
     compute_us: int = 0
@@ -57,6 +58,7 @@ class Executed(NamedTuple):
     input_us: int = 0
     output_us: int = 0
     counted_us: int = 0
+    cost: int = 0
 
 
 NOT_EXECUTED: Final = Executed()
@@ -74,6 +76,7 @@ class BatchSettled(NamedTuple):
     `overhead_us`: for which it occupied its process beside `compute_us`; 0 if that was not measured.
     `failures`: what failed; None if nothing did.
     `of_producers`: those of whose requests in the batch not all were executed.
+    `cost`: of those that were, as the model tells it; 0 if it tells none.
     """
 
     batch_id: str
@@ -88,6 +91,7 @@ class BatchSettled(NamedTuple):
     overhead_us: int = 0
     failures: Failures | None = None
     of_producers: Sequence[ExecutedOf] = ()
+    cost: int = 0
 
     @property
     def occupied_us(self) -> int:

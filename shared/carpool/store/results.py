@@ -307,9 +307,10 @@ def _columns_groups(keys: Keys, script_keys: ScriptKeys, columns: Iterable[RunRe
     by_stream: dict[str, list[ResultColumns]] = {}
     in_order: dict[str, list[_Part]] = {}
     for results in columns:
-        run, _, ids, bodies, tickets, *served = results[:8]
+        run, _, ids, bodies, tickets = results[:5]
         assert run.reply_to is not None and isinstance(bodies, Rows)
-        of_run = ResultColumns(ids, results.content_type, bodies, *served)
+        served = results.batch_size, results.queue_us, results.compute_us
+        of_run = ResultColumns(ids, results.content_type, bodies, *served, results.version)
         if tickets is None:
             by_stream.setdefault(run.reply_to, []).append(of_run)
             continue

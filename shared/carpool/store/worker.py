@@ -71,6 +71,11 @@ class Progress(NamedTuple):
         return cls(frozenset(answered), started, [chunks[at] for at in sorted(chunks)], first_us)
 
 
+def _answered_positions(fields: Sequence[bytes]) -> set[int]:
+    """Of the names of a hash's fields: the positions that were answered."""
+    return {int(name.removeprefix(b"answered:")) for name in fields if name.startswith(b"answered:")}
+
+
 class Reclaimed(NamedTuple):
     """A batch taken over, and what its last worker did."""
 
@@ -233,6 +238,15 @@ class WorkerStore:
                 bodies[at] = reply
         states = zip(sequences, replies[len(needed) :], strict=True)
         return Loaded(failures, {position: state for (position, _), state in states if type(state) is bytes})
+
+    def answered(self, batches: Sequence[Batch]) -> list[set[int]]:
+        """The positions in each of these batches in flight that were answered ahead, by anybody."""
+        commands: list[Command] = [("HKEYS", self.keys.progress(batch.id)) for batch in batches]
+        replies = self._link.call_many(*commands)
+        for reply in replies:
+            if isinstance(reply, CommandError):
+                raise reply
+        return [_answered_positions(names) for names in replies]
 
     def renew(
         self, consumer: str, lease_ms: int, batches: Iterable[tuple[str, int]], *, revive: bool = True

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgpack
 
 from carpool.messages.batches import Batch, BatchedRun, Dispatch
-from carpool.messages.requests import SequencePart
+from carpool.messages.requests import PRIORITY_DEFAULT, SequencePart
 from carpool.messages.results import DeadLetter, KeptDeadLetter
 from carpool.messages.settled import (
     BatchSettled,
@@ -27,6 +27,7 @@ from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Body, Rows, StoredBody
 from carpool.tickets import TicketRange, Tickets
 
+_FIELDS_OF_USUAL_RUN: Final = 11  # one with other fields than these has priority and cost behind them
 FIELDS_ADDED: Final = 3  # to a dead letter: reason, attempts and entry_id
 
 
@@ -35,28 +36,29 @@ def encode_batch(dispatch: Dispatch) -> bytes:
 
     Its elements: entry ID, correlation IDs (separated by spaces), content type, `reply_to`, arrival and
     deadline (us), bodies or nil, rows (head, bytes of a row, data) or nil, fields for the model,
-    `reply_columns`, and what makes it a part of a sequence (the fields of SequencePart) or nil.
+    `reply_columns`, and what makes it a part of a sequence (the fields of SequencePart) or nil. Then priority
+    and cost, unless both have their defaults.
     """
     undated = dispatch.undated
-    return bytes(
-        msgpack.packb(
-            [
-                (
-                    run.entry.id,
-                    " ".join(run.correlation_ids),
-                    run.content_type,
-                    run.reply_to,
-                    run.arrival_us,
-                    None if run in undated else run.deadline_us,
-                    *_bodies_and_rows(run.bodies),
-                    run.extra,
-                    run.reply_columns,
-                    run.sequence,
-                )
-                for run in dispatch.runs
-            ]
+    runs: list[tuple[Any, ...]] = [
+        (
+            run.entry.id,
+            " ".join(run.correlation_ids),
+            run.content_type,
+            run.reply_to,
+            run.arrival_us,
+            None if run in undated else run.deadline_us,
+            *_bodies_and_rows(run.bodies),
+            run.extra,
+            run.reply_columns,
+            run.sequence,
         )
-    )
+        for run in dispatch.runs
+    ]
+    for at, run in enumerate(dispatch.runs):
+        if run.cost != 1 or run.priority != PRIORITY_DEFAULT:
+            runs[at] += run.priority, run.cost
+    return bytes(msgpack.packb(runs))
 
 
 def encode_tickets(dispatch: Dispatch) -> bytes | None:
@@ -110,6 +112,7 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         raw.get(b"process", b"").decode(),
         of_model.max_execution_ms,
         of_model.max_result_bytes,
+        max_batch_cost=of_model.max_batch_cost,
         max_requests_per_process=of_model.max_requests_per_process,
         max_process_memory=of_model.max_process_memory,
     )
@@ -135,6 +138,10 @@ def _positions_in_lists(batch: Batch, correlation_ids: frozenset[str]) -> frozen
 
 
 def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
+    if len(fields) == _FIELDS_OF_USUAL_RUN:
+        priority, cost = PRIORITY_DEFAULT, 1
+    else:
+        *fields, priority, cost = fields
     entry_id, ids, content_type, reply_to, arrival_us, deadline_us, bodies, rows, extra, columns, part = (
         fields
     )
@@ -148,7 +155,7 @@ def _decode_run(fields: Sequence[Any], tickets: Tickets | None) -> BatchedRun:
             decoded = [StoredBody(*body) if type(body) is list else body for body in decoded]
     return BatchedRun(
         entry_id, ids.split(" "), decoded, content_type, reply_to, arrival_us, deadline_us,
-        extra, columns, tickets, None if part is None else SequencePart(*part),
+        extra, columns, tickets, None if part is None else SequencePart(*part), priority, cost,
     )  # fmt: skip
 
 
@@ -180,14 +187,18 @@ def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
         int(raw.get(b"overhead_us", b"0")),
         _decode_failures(raw) if b"failed" in raw else None,
         _decode_producers(raw[b"producers"]) if b"producers" in raw else (),
+        int(raw.get(b"cost", b"0")),
     )
 
 
 def settled_fields(executed: Executed) -> list[str | bytes]:
-    """The fields that a settled entry has if requests failed: which, and of which producers."""
+    """The fields that a settled entry has if requests failed, which and of which producers; and what those
+    that were executed cost, if the model tells that."""
     flat: list[str | bytes] = [*failures_fields(executed.failures)]
     if executed.of_producers:
         flat += ["producers", bytes(msgpack.packb(executed.of_producers))]
+    if executed.cost:
+        flat += ["cost", str(executed.cost)]
     return flat
 
 

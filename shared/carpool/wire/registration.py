@@ -3,9 +3,12 @@
 Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` for a stepping model,
 `stateful` for one whose states of sequences are in Redis, and `bound` for one that has them in its processes
 (`ModelKind`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
-Inference Protocol.
+Inference Protocol. `parameters` is a JSON map of what the model was loaded with, as text for people; secrets
+are hidden. `version` is the name of the model's version, if it declares one.
 
 Each worker declares such a hash. What is registered is made of those of living workers (`combined`).
+
+Why: docs/decisions/0097.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.tensors import TensorSpec
 
-OPTIONAL_FIELDS: Final = ("inputs", "outputs")
+VERSION: Final = "version"
+_TENSORS: Final = ("inputs", "outputs")
+OPTIONAL_FIELDS: Final = (*_TENSORS, "parameters", VERSION)
 
 Registration = Mapping[str, str]
 """The fields of such a hash."""
@@ -26,6 +31,7 @@ Registration = Mapping[str, str]
 FIELDS: Final = (*ModelSettings.names(), *ModelKind.PLAIN.fields, *OPTIONAL_FIELDS)
 _SHOWN_CHARS_MAX: Final = 60
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
+_SPEC_OPTIONS: Final = ("text", "labels")  # are there if they are set
 
 
 def encode_registration(
@@ -33,15 +39,23 @@ def encode_registration(
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     kind: ModelKind = ModelKind.PLAIN,
+    parameters: Mapping[str, str] | None = None,
+    version: str = "",
 ) -> dict[str, str]:
-    """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs."""
-    fields = {**settings, **kind.fields}
-    for name, specs in zip(OPTIONAL_FIELDS, (inputs, outputs), strict=True):
+    """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs and
+    parameters, and for an empty version."""
+    fields = {**settings, **kind.fields, **({VERSION: version} if version else {})}
+    if parameters:
+        fields["parameters"] = json.dumps(parameters)
+    for name, specs in zip(_TENSORS, (inputs, outputs), strict=True):
         if specs:
-            fields[name] = json.dumps(
-                [{field: getattr(spec, field) for field in _SPEC_FIELDS} for spec in specs]
-            )
+            fields[name] = json.dumps([_fields_of(spec) for spec in specs])
     return fields
+
+
+def _fields_of(spec: TensorSpec) -> dict[str, Any]:
+    fields = {name: getattr(spec, name) for name in _SPEC_FIELDS}
+    return fields | {name: value for name in _SPEC_OPTIONS if (value := getattr(spec, name))}
 
 
 def decode_inputs(registration: Mapping[str, str]) -> list[TensorSpec]:
@@ -52,6 +66,15 @@ def decode_inputs(registration: Mapping[str, str]) -> list[TensorSpec]:
 def decode_outputs(registration: Mapping[str, str]) -> list[TensorSpec]:
     """The tensors that a registered model declares as outputs. Raises ValueError if malformed."""
     return _decode_specs(registration, "outputs")
+
+
+def decode_parameters(registration: Mapping[str, str]) -> dict[str, str]:
+    """What a registered model was loaded with, for people; empty if malformed."""
+    try:
+        found = json.loads(registration.get("parameters", "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return {name: str(text) for name, text in found.items()} if isinstance(found, dict) else {}
 
 
 def _decode_specs(registration: Mapping[str, str], name: str) -> list[TensorSpec]:
@@ -67,8 +90,9 @@ def combined(
     """What is to be registered of a model whose workers declare `own` and `others`.
 
     Settings are the tightest of those whose kind the model has (`ModelSettings.tightest`). What has no order
-    is that of the worker that registered last, as long as one declares it: the kind, the tensors, the policy
-    and the weights of tenants. `registered`: what is registered so far; None: that of `own` registers now.
+    is that of the worker that registered last, as long as one declares it: the kind, the version, the
+    tensors, the policy and the weights of tenants. `registered`: what is registered so far; None: that of
+    `own` registers now.
     """
     latest = own if registered is None else registered
     kind = ModelKind.of(latest)
@@ -88,22 +112,33 @@ def combined(
 
 
 def differing(declared: Sequence[Registration]) -> dict[str, dict[str, int]]:
-    """Fields that workers declare differently: of each how many workers declare which value, which is empty
-    for a field that one does not have."""
-    names = sorted({name for fields in declared for name in fields})
+    """Fields that workers declare differently, but for the version: of each how many workers declare which
+    value, which is empty for a field that one does not have."""
+    names = sorted({name for fields in declared for name in fields} - {VERSION})
     counts = {name: Counter(fields.get(name, "") for fields in declared) for name in names}
     return {name: dict(of_one) for name, of_one in counts.items() if len(of_one) > 1}
+
+
+def versions_of(declared: Sequence[Registration]) -> dict[str, int]:
+    """How many workers declare which version of the model, which is empty for those that declare none."""
+    return dict(sorted(Counter(fields.get(VERSION, "") for fields in declared).items()))
+
+
+def describe_versions(found: Mapping[str, int]) -> str:
+    """What `versions_of` found, for a person, such as `1 (1 worker), 2 (2 workers)`."""
+    return ", ".join(_of_workers(version, workers) for version, workers in found.items())
 
 
 def describe_differing(found: Mapping[str, Mapping[str, int]]) -> str:
     """What `differing` found, for a person, such as `max_batch_size: 4 (1 worker), 64 (2 workers)`."""
 
-    def of_value(text: str, workers: int) -> str:
-        shown = text if len(text) <= _SHOWN_CHARS_MAX else f"{text[:_SHOWN_CHARS_MAX]}..."
-        return f"{shown or 'none'} ({workers} worker{'s' if workers > 1 else ''})"
-
     def of_field(workers: Mapping[str, int]) -> str:
         by_number = sorted(workers.items(), key=lambda of_one: (len(of_one[0]), of_one[0]))
-        return ", ".join(of_value(*of_one) for of_one in by_number)
+        return ", ".join(_of_workers(*of_one) for of_one in by_number)
 
     return "; ".join(f"{name}: {of_field(workers)}" for name, workers in found.items())
+
+
+def _of_workers(text: str, workers: int) -> str:
+    shown = text if len(text) <= _SHOWN_CHARS_MAX else f"{text[:_SHOWN_CHARS_MAX]}..."
+    return f"{shown or 'none'} ({workers} worker{'s' if workers > 1 else ''})"

@@ -50,8 +50,11 @@ PRODUCER_FIELDS: Final = frozenset(
 # Fields that are not passed on to the model. All others are, and are kept when a request is put back.
 # (`tickets` and `sequence_place` are read only in an entry put back: see `wire.put_back`.)
 CARPOOL_FIELDS: Final = PRODUCER_FIELDS | {"sequence_place", "arrival"}
+CALLED_BY: Final = (
+    "called_by"  # the models that wait for the request, the outermost first, separated by spaces
+)
 # These are passed on, although Carpool defines them, and the batcher reads the first.
-PASSED_ON_FIELDS: Final = frozenset({"tenant", "traceparent", ACCEPT})
+PASSED_ON_FIELDS: Final = frozenset({"tenant", "traceparent", ACCEPT, CALLED_BY})
 # These two sets are read only where there is no `body`. Beside a `body` they are the producer's own fields.
 COLUMN_FIELDS: Final = frozenset({"correlation_ids", "row_head", "rows", "bodies"})
 STORED_BODY_FIELDS: Final = frozenset({"body_key", "body_bytes"})

@@ -90,9 +90,9 @@ def _envelope(result: Result) -> Fields:
         compute_us,
         index,
         first_us,
-        _,
+        warnings,
+        version,
     ) = result
-    warnings = result.warnings
     envelope: Fields
     if status == OK:
         envelope = {
@@ -111,6 +111,8 @@ def _envelope(result: Result) -> Fields:
             envelope["first_us"] = first_us
         if warnings:
             envelope["warnings"] = list(warnings)
+        if version:
+            envelope["version"] = version
         return envelope
     envelope = {
         "correlation_id": correlation_id,
@@ -124,21 +126,27 @@ def _envelope(result: Result) -> Fields:
     }
     if warnings:
         envelope["warnings"] = list(warnings)
+    if version:
+        envelope["version"] = version
     return envelope
 
 
 def _json_envelope(result: Result) -> bytes:
-    correlation_id, status, _, body, _, batch_size, queue_us, compute_us, index, first_us, warnings = result
+    (
+        correlation_id, status, _, body, _, batch_size, queue_us, compute_us, index, first_us, warnings,
+        version,
+    ) = result  # fmt: skip
     if status != OK:
         return _JSON_ENCODER.encode(_envelope(result)).encode()
     # The body is JSON already, and no character that a correlation ID may have is escaped in JSON.
     envelope = _JSON_ENVELOPE % (correlation_id.encode(), body, batch_size, queue_us, compute_us)
-    if index is None and first_us is None and not warnings:
+    if index is None and first_us is None and not warnings and not version:
         return envelope
     of_stream = _JSON_FIELD % (b"index", index) if index is not None else b""
     of_stream += _JSON_FIELD % (b"first_us", first_us) if first_us is not None else b""
     warned = b',"warnings":' + _JSON_ENCODER.encode(warnings).encode() if warnings else b""
-    return envelope[:-1] + of_stream + warned + b"}"
+    of_version = b',"version":"%b"' % version.encode() if version else b""  # nothing in it is escaped
+    return envelope[:-1] + of_stream + warned + of_version + b"}"
 
 
 _JSON_FIELD: Final = b',"%b":%d'
@@ -231,8 +239,8 @@ def encode_columns_map(results: ResultColumns) -> bytes:
 
 
 def _columns_map(results: ResultColumns) -> Fields:
-    correlation_ids, content_type, rows, batch_size, queue_us, compute_us = results
-    return {
+    correlation_ids, content_type, rows, batch_size, queue_us, compute_us, version = results
+    columns: Fields = {
         "correlation_ids": " ".join(correlation_ids),
         "status": OK,
         "content_type": content_type,
@@ -243,6 +251,9 @@ def _columns_map(results: ResultColumns) -> Fields:
         "queue_us": queue_us,
         "compute_us": compute_us,
     }
+    if version:
+        columns["version"] = version
+    return columns
 
 
 def decode_columns(packed: bytes) -> list[ResultColumns]:
@@ -283,4 +294,5 @@ def columns_of(raw: Any) -> ResultColumns:
         raw["batch_size"],
         raw["queue_us"],
         raw["compute_us"],
+        str(raw.get("version", "")),
     )

@@ -66,6 +66,7 @@ BFLOAT16: Final = np.dtype([("carpool:BF16", "<u2")])
 _INTEGER: Final = frozenset({int})
 _DIRECT_BYTES_MAX: Final = {"BF16": 4, "FP16": 8}  # of floats that are rounded to these in one step
 _FLOAT64_INTEGER_MAX: Final = 1 << 53  # up to this FP64 holds all integers
+_ELEMENTS: Final = frozenset({str, bytes})
 _EACH_NAME: Final = "send a dict with an array for each of its names, {name: array[name]}"
 _JSON_TYPES: Final = {  # the Python types of an element in JSON; of all datatypes not named here, int
     "BOOL": frozenset({bool}),
@@ -85,11 +86,15 @@ class TensorSpec:
     """One declared input or output of a model.
 
     `shape` is that of one request, without the batch dimension; -1 is a dimension that may vary.
+    `text`: the elements of BYTES are str, and what is not UTF-8 is refused; else they are bytes, any bytes.
+    `labels`: of an output of numbers, the names of its elements, in their order, for classification.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    text: bool = False
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _integers(self.shape, f"tensor {self.name!r}"))
@@ -103,6 +108,14 @@ class TensorSpec:
                 f"tensor {self.name!r}: shape {list(self.shape)} has a size below -1 "
                 "(-1 is a dimension that varies)"
             )
+        if type(self.text) is not bool or (self.text and self.datatype != "BYTES"):
+            raise ValueError(f"tensor {self.name!r}: text must be True or False, and True only for BYTES")
+        labels = self.labels
+        if not isinstance(labels, list | tuple) or any(type(label) is not str for label in labels):
+            raise ValueError(f"tensor {self.name!r}: labels must be a list of texts")
+        if labels and self.datatype == "BYTES":
+            raise ValueError(f"tensor {self.name!r}: labels are for numbers, and BYTES has none")
+        object.__setattr__(self, "labels", tuple(labels))
 
     def admits(self, shape: Sequence[int]) -> bool:
         """Whether a request's `shape` fits this declaration."""
@@ -213,7 +226,7 @@ def is_tensor(value: object) -> bool:
 
 
 def datatype_of(array: Array) -> str:
-    """The datatype of an array; BYTES for texts, and for bytes (`S`), which `wire.values` sends as lists.
+    """The datatype of an array; BYTES for texts and bytes. Of those of dtype `S` `wire.values` sends lists.
     Raises ValueError for a dtype that has none, which says what to do."""
     dtype = array.dtype
     kind = dtype.kind
@@ -225,12 +238,12 @@ def datatype_of(array: Array) -> str:
     if is_bfloat16(dtype):
         return "BF16"
     if kind in "OT":
-        others = {type(item).__name__ for item in array.ravel().tolist() if not isinstance(item, str)}
+        others = {type(item).__name__ for item in array.ravel().tolist() if not isinstance(item, str | bytes)}
         if not others:
             return "BYTES"
         raise ValueError(
-            f"an array of dtype {dtype} cannot be sent unless all its elements are text, and one is of type "
-            f"{min(others)}: send array.tolist(), or numbers by array.astype(...)"
+            f"an array of dtype {dtype} cannot be sent unless its elements are text or bytes, and one is of "
+            f"type {min(others)}: send array.tolist(), or numbers by array.astype(...)"
         )
     remedy = f"use one of {', '.join(sorted(WIDTHS))}"
     if dtype.names:
@@ -479,15 +492,15 @@ def _widened(upper: Array) -> Array:
 
 
 def decode_tensor(value: Mapping[str, Any], field: str = "body") -> Array:
-    """The array of a tensor's map from msgpack or JSON; one of str objects for BYTES, because numpy's own
-    strings are padded to the longest and lose trailing zeros.
+    """The array of a tensor's map from msgpack or JSON; for BYTES one of str and bytes objects, as they were
+    sent, because numpy's own strings are padded to the longest and lose trailing zeros.
 
     Raises InvalidArgumentError, whose detail names the field.
     """
     datatype, shape = check_header(value, field)
     data = value["data"]
     if datatype == "BYTES":
-        return _decode_strings(data, shape, field)
+        return _decode_elements(data, shape, field)
     if type(data) is bytes:
         check_length(datatype, shape, len(data), field)
         check_bools(datatype, data, field)
@@ -564,9 +577,9 @@ def _check_elements(data: object, datatype: str, field: str, depth: int) -> None
         raise _invalid(f"{field}.data", f"has an element that is not {datatype}")
 
 
-def _decode_strings(data: object, shape: tuple[int, ...], field: str) -> Array:
-    if type(data) is not list or any(type(item) is not str for item in data):
-        raise _invalid(f"{field}.data", "must be a flat list of strings for BYTES")
+def _decode_elements(data: object, shape: tuple[int, ...], field: str) -> Array:
+    if type(data) is not list or not _ELEMENTS.issuperset(map(type, data)):
+        raise _invalid(f"{field}.data", "must be a flat list of strings for BYTES, or of bytes in msgpack")
     if len(data) != math.prod(shape):
         raise _invalid(f"{field}.data", f"{len(data)} strings, but shape is {list(shape)}")
     array = np.empty(len(data), object)
@@ -580,7 +593,7 @@ def keeps_shape_as_lists(shape: Sequence[int]) -> bool:
 
 
 def text_of(item: object) -> str:
-    """A text where BYTES are declared: bytes are the text that they are in UTF-8. Raises ValueError."""
+    """An element of BYTES as a text: bytes are the text that they are in UTF-8. Raises ValueError."""
     if isinstance(item, str):
         return item
     if not isinstance(item, bytes):
@@ -589,6 +602,15 @@ def text_of(item: object) -> str:
         return item.decode()
     except UnicodeDecodeError:
         raise ValueError(f"the bytes {item!r:.40} are no text in UTF-8") from None
+
+
+def bytes_of(item: object) -> bytes:
+    """An element of BYTES as bytes: a text is its UTF-8. Raises ValueError."""
+    if isinstance(item, bytes):
+        return item
+    if not isinstance(item, str):
+        raise ValueError(f"{type(item).__name__} is neither text nor bytes")
+    return item.encode()
 
 
 def tensor_head(datatype: str, shape: Sequence[int], data_bytes: int) -> bytes:
@@ -616,22 +638,26 @@ def tensor_map(array: Array) -> dict[str, Any]:
     """A tensor's map for msgpack. Raises ValueError."""
     datatype = datatype_of(array)
     if datatype == "BYTES":
-        return {"datatype": "BYTES", "shape": list(array.shape), "data": _texts(array)}
+        return {"datatype": "BYTES", "shape": list(array.shape), "data": _elements(array)}
     return {"datatype": datatype, "shape": list(array.shape), "data": to_bytes(array, datatype)}
 
 
 def tensor_json(array: Array) -> dict[str, Any]:
-    """A tensor's map for JSON, `data` flat. Raises ValueError."""
+    """A tensor's map for JSON, `data` flat. Raises ValueError, also for bytes that are not UTF-8."""
     array = unmasked(array)
     datatype = datatype_of(array)
     if datatype == "BF16":
         array = from_bfloat16(array)
-    flat = _texts(array) if datatype == "BYTES" else np.asarray(array).ravel().tolist()
+    flat = np.asarray(array).ravel().tolist()
+    if datatype == "BYTES":
+        flat = [text_of(item) for item in _elements(array)]
     return {"datatype": datatype, "shape": list(array.shape), "data": flat}
 
 
-def _texts(array: Array) -> list[str]:
-    return [str.__str__(text) for text in np.asarray(array).ravel().tolist()]
+def _elements(array: Array) -> list[str | bytes]:
+    """Those of BYTES, without the classes of their own that some have."""
+    items = np.asarray(array).ravel().tolist()
+    return [str.__str__(item) if isinstance(item, str) else bytes(item) for item in items]
 
 
 class HeadMemo:

@@ -159,8 +159,11 @@ def _array(array: Array) -> Any:
                 "not keep that shape: send array.tolist()"
             )
         return array.tolist()
-    is_text = datatype_of(array) == "BYTES"
-    return array if array.ndim or not is_text else str(array.item())
+    is_number = datatype_of(array) != "BYTES"
+    if array.ndim or is_number:
+        return array
+    item = array.item()
+    return item if isinstance(item, bytes) else str(item)
 
 
 def _number(value: np.generic) -> Any:

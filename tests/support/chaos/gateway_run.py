@@ -142,7 +142,7 @@ def _held_by(gateway: Service) -> Iterator[str]:
         return held == _FORGOTTEN
 
     try:
-        wait_until(is_empty, description="the gateway holds nothing", timeout_s=20)
+        wait_until(is_empty, description="the gateway holds nothing")
     except (AssertionError, OSError):
         yield f"{gateway.name}: {held}"
 

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
 from redis import Redis, RedisError, ResponseError
 from redis.backoff import NoBackoff
@@ -78,8 +78,9 @@ class Producer:
         self._log.write(json.dumps({"number": number, "what": what, "payloads": payloads}) + "\n")
 
 
-def main(url: str, model: str, name: str, file: str, speed: str = "1") -> None:
+def main(arguments: Sequence[str]) -> NoReturn:
     """Send until this process is killed."""
+    url, model, name, file, speed = arguments
     path = Path(file)
     again, first = unconfirmed(path)
     numbered = enumerate(entries(name))
@@ -98,4 +99,4 @@ def main(url: str, model: str, name: str, file: str, speed: str = "1") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

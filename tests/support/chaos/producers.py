@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Final
 
-from carpool.lifecycle import command_that_dies_with_parent
 from support.chaos.producer import ACCEPTED, SENT
 from support.checker import Checker
+from support.forking import ForkedProcess, ForkServer
 from support.waiting import wait_until
 
 TESTS: Final = Path(__file__).parents[2]
@@ -22,15 +21,17 @@ class ProducerProcess:
     def __init__(self, url: str, model: str, name: str, home: Path, speed: float = 1) -> None:
         self._file = home / f"{name}.jsonl"
         arguments = [url, model, name, str(self._file), str(speed)]
-        self._command = [sys.executable, "-m", "support.chaos.producer", *arguments]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._arguments = arguments
+        self._process: ForkedProcess | None = None
         self.start()
 
     def start(self) -> None:
         """Start it, or start it again."""
-        self._process = subprocess.Popen(
-            command_that_dies_with_parent(self._command), cwd=TESTS, stderr=subprocess.DEVNULL
-        )
+        server = ForkServer.of_this_process()
+        with Path(os.devnull).open("wb") as nowhere:
+            self._process = server.start(
+                "support.chaos.producer", self._arguments, TESTS, os.environ, nowhere, nowhere
+            )
 
     def kill(self) -> None:
         """SIGKILL; return once it has ended."""

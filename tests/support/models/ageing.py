@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from carpool import metrics
+from carpool import AsyncRequestClient, metrics
 
 MIB: Final = 1 << 20
 
@@ -23,6 +23,28 @@ class Renewed:
         time.sleep(0.005)  # so that it is nearly always executing
         metrics.counter("executed", "Requests that were executed").inc(len(batch))
         return [os.getpid() for _ in batch]
+
+
+class RenewedAsync:
+    """Executes several batches at a time, calls another model for each request, and is replaced after a few.
+    Tells its process, how many batches it executes, and what the other model said."""
+
+    max_batch_size = 2
+    max_concurrent_batches = 4
+    max_requests_per_process = 20
+
+    def load(self, device: str, *, salt: str) -> None:
+        self.salt = salt
+        self.batches = 0
+
+    async def predict(self, batch: list[Any], clients: list[AsyncRequestClient]) -> list[list[int]]:
+        metrics.counter("begun", "Requests whose execution began").inc(len(batch))
+        self.batches += 1
+        together = self.batches
+        answers = [await client.infer("Renewed", body) for body, client in zip(batch, clients, strict=True)]
+        self.batches -= 1
+        metrics.counter("ended", "Requests whose execution ended").inc(len(batch))
+        return [[os.getpid(), together, answer, len(self.salt)] for answer in answers]
 
 
 class Leaking:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-GATE_S: Final = 30.0
+GATE_S: Final = 240.0  # longer than anything that a test waits for
 LOAD_GATE: Final = "METERED_LOAD_GATE"  # in the environment: the file that `load` waits for
 
 
@@ -48,7 +48,7 @@ class Plotted(Metered):
 
 
 def wait_for(gate: Path) -> None:
-    """Return as soon as the file exists; raise after 30 s."""
+    """Return as soon as the file exists; raise after GATE_S."""
     until_s = time.monotonic() + GATE_S
     while not gate.exists():
         if time.monotonic() > until_s:

@@ -34,11 +34,21 @@ class Identity:
         return batch
 
 
-class Texts:
-    """Texts, unchanged."""
+class Strings:
+    """Elements of BYTES, unchanged, and of which type they are."""
 
     inputs = (TensorSpec("INPUT0", "BYTES", (-1,)),)
-    outputs = (TensorSpec("OUTPUT0", "BYTES", (-1,)),)
+    outputs = (TensorSpec("OUTPUT0", "BYTES", (-1,)), TensorSpec("types", "BYTES", ()))
+
+    def predict(self, batch: Array) -> dict[str, Any]:
+        types = [",".join(sorted({type(element).__name__ for element in row})) for row in batch]
+        return {"OUTPUT0": batch, "types": types}
+
+
+class Labelled:
+    """Scores of three classes."""
+
+    inputs = outputs = (TensorSpec("scores", "FP32", (3,), labels=("cat", "dog", "bird")),)
 
     def predict(self, batch: Array) -> Array:
         return batch

@@ -8,6 +8,7 @@ from carpool_batcher.core.learned.doubtful_producers import DoubtfulProducers
 from carpool_batcher.core.learned.executed_share import ExecutionTimes
 from carpool_batcher.core.learned.lane_latency import LaneLatencies
 from carpool_batcher.core.learned.latency import LatencyModel
+from carpool_batcher.core.learned.request_costs import RequestCosts
 from carpool_batcher.core.learned.transit import Transit, TransitBySize
 
 
@@ -15,12 +16,13 @@ class Learned:
     """How long batches take to execute and to deliver, and which producers send what is not executed.
 
     `batches`: from how many it was learned; what was forecast before may differ. `producers`: see
-    `learned.doubtful_producers`.
+    `learned.doubtful_producers`. `costs`: see `learned.request_costs`.
     """
 
     def __init__(self) -> None:
         self.batches = 0
         self.producers = DoubtfulProducers()
+        self.costs = RequestCosts()
         self._lanes = LaneLatencies()
         self._transit = Transit()
 

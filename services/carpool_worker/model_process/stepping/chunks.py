@@ -45,14 +45,14 @@ def concatenated(values: Sequence[Any]) -> Any:
 
 
 def text_array(value: Any) -> Any:
-    """An array of texts, if the value is the map that one is packed as; else the value."""
+    """An array of texts or bytes, if the value is the map that one is packed as; else the value."""
     if not _is_text_tensor(value):
         return value
     return np.array(value["data"], object).reshape(value["shape"])
 
 
 def _is_text_tensor(value: Any) -> bool:
-    """Whether this is an array of texts with at least one dimension, as it is packed."""
+    """Whether this is an array of texts or bytes with at least one dimension, as it is packed."""
     if not is_tensor(value) or value["datatype"] != "BYTES":
         return False
     shape, data = value["shape"], value["data"]
@@ -61,7 +61,7 @@ def _is_text_tensor(value: Any) -> bool:
         and bool(shape)
         and all(type(size) is int and size >= 0 for size in shape)
         and type(data) is list
-        and _all_are(data, str)
+        and _all_are(data, str | bytes)
         and len(data) == prod(shape)
     )
 

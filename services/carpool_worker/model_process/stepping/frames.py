@@ -26,7 +26,8 @@ _CONFIGURE: Final = 3
 class Admit(NamedTuple):
     """Worker to process: generate for this request, as soon as a slot is free.
 
-    `key`: the worker's number for the request, never used twice for one process. The payload is the body of
+    `key`: the worker's number for the request, never used twice for one process. `request`: what its model is
+    told of it. The payload is the body of
     one request, encoded as in `frames.FrameHeader`: with `layouts`, tensors; without, a packed list of one
     value. `chunks`: those that its reader may have seen, oldest first, if another process began it.
     `is_streamed`: whether chunks are wanted; if not, only the output is sent.

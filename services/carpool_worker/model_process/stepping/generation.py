@@ -10,6 +10,7 @@ import msgpack
 from carpool.errors import ABORTED, INTERNAL
 from carpool_worker.model_process.failures import Observe, not_observed
 from carpool_worker.model_process.frames import Failure, pack_values, unpack_results
+from carpool_worker.model_process.loaded import RequestInfo
 from carpool_worker.model_process.stepping.chunks import join
 from carpool_worker.model_process.stepping.frames import Admit, Advance
 from carpool_worker.model_process.stepping.requests import ResultLimit, StepRequest, list_header
@@ -27,16 +28,18 @@ class Generation(StepRequest):
 
     __slots__ = (
         "_admitted", "_body_again", "_emitted_before", "_is_streamed", "_sent_bytes", "_sent_count",
-        "_silent_steps", "is_begun", "key",
+        "_silent_steps", "cost_failure", "is_begun", "key",
     )  # fmt: skip
 
     def __init__(
         self, admit: Admit, body: Any, observe: Observe = not_observed, limit: ResultLimit | None = None
     ) -> None:
-        super().__init__(*admit.request, body, admit.cost, observe, limit)
-        self._admitted = (*admit.request, admit.cost)
+        info = RequestInfo(*admit.request)
+        super().__init__(info.correlation_id, info.lane, info.fields, body, admit.cost, observe, limit, info)
+        self._admitted = (*info[:3], admit.cost)
         self.fields = dict(self.fields)
         self.key = admit.key
+        self.cost_failure: Failure | None = None  # why its cost is not known
         self._body_again: Callable[[], Any] | None = None
         self.is_begun = False  # `end` is to be called for it
         self._is_streamed = admit.is_streamed
@@ -47,6 +50,12 @@ class Generation(StepRequest):
         self._sent_bytes = self._chunks_bytes = len(self._packed)
         self._emitted_before = self.emitted  # before the last step that `count_silent_steps` heard of
         self._silent_steps = 0
+
+    def set_cost(self, cost: int) -> None:
+        """It has another cost than its producer sent."""
+        self.cost = cost
+        self._admitted = (*self._admitted[:3], cost)
+        self._info = self._info._replace(cost=cost)
 
     def keep_body(self, again: Callable[[], Any]) -> None:
         """The model may change the body: `again` has it as it was sent."""

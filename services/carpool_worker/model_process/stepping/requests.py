@@ -13,6 +13,7 @@ also if `begin` raised: `state` is then what `begin` had set, or None.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from carpool.errors import INTERNAL, AbortedError
 from carpool.model_settings import RESULT_BYTES_DEFAULT
 from carpool_worker.model_process.failures import Observe, failure_of, not_observed
 from carpool_worker.model_process.frames import Failure, pack_values, places_in, too_large, unpack_values
+from carpool_worker.model_process.loaded import RequestInfo
 from carpool_worker.model_process.stepping.chunks import text_array
 
 _PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
@@ -44,8 +46,8 @@ class StepRequest:
     """A request that is being generated. `begin` and `step` call its methods, in the thread that called them.
 
     `body`: as it was sent, and so again if the request is begun anew, whatever the model did to it. `cost`,
-    `lane` and `fields` are the producer's, and so again, too. `state`: the model's own, None before each
-    `begin`.
+    `lane` and `fields` are the producer's, and so again, too. `info`: all that is known of the request.
+    `state`: the model's own, None before each `begin`.
 
     An error in the use of these methods fails this request alone. None of them raises, except that `fail`
     passes on what says that the process cannot go on. Once the request has ended, for example because its
@@ -56,6 +58,7 @@ class StepRequest:
         "_chunks_bytes",
         "_chunks_count",
         "_failure",
+        "_info",
         "_is_finished",
         "_limit",
         "_observe",
@@ -81,7 +84,9 @@ class StepRequest:
         cost: int = 1,
         observe: Observe = not_observed,
         limit: ResultLimit | None = None,
+        info: RequestInfo | None = None,
     ) -> None:
+        self._info = info or RequestInfo(correlation_id, lane, fields, cost=cost)
         self._observe = observe
         self._limit = limit or ResultLimit()
         self.correlation_id = correlation_id
@@ -98,6 +103,51 @@ class StepRequest:
         self._is_finished = False
         self._output: bytes | None = None  # packed; None: the emitted values, joined
         self._failure: Failure | None = None
+
+    @property
+    def info(self) -> RequestInfo:
+        """What the request has beside its body, as other models are told it."""
+        return self._info._replace(fields=self.fields)
+
+    @property
+    def tenant(self) -> str:
+        """See RequestInfo, as of all of these."""
+        return self._info.tenant
+
+    @property
+    def content_type(self) -> str:
+        """Of the body."""
+        return self._info.content_type
+
+    @property
+    def accept(self) -> str:
+        """The content type that the producer wants; empty if it names none."""
+        return self._info.accept
+
+    @property
+    def priority(self) -> int:
+        """From 0 to 9, higher first."""
+        return self._info.priority
+
+    @property
+    def arrival_s(self) -> float:
+        """When it arrived: seconds since 1970 by `time.time`."""
+        return self._info.arrival_s
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Until when its producer waits: seconds since 1970 by `time.time`; None: without end."""
+        return self._info.deadline_s
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Seconds until its deadline, as of now, at least 0; None if it has none."""
+        return self._info.time_left_s
+
+    @property
+    def delivery_count(self) -> int:
+        """1 unless it may have been begun before, because a worker or a model process died."""
+        return self._info.delivery_count
 
     @property
     def chunks(self) -> list[Any]:
@@ -197,14 +247,17 @@ class GeneratorModel:
 
     continues = True
 
-    def __init__(self, generate: Callable[[Any], Iterator[Any]]) -> None:
+    def __init__(self, generate: Callable[..., Iterator[Any]]) -> None:
+        """`generate` takes a body; and a RequestInfo, if it has a parameter `request` behind that."""
         self._generate = generate
+        self._wants_request = "request" in [*inspect.signature(generate).parameters][1:]
 
     def begin(self, requests: Sequence[StepRequest]) -> None:
         """Create the generators."""
         for request in requests:
             try:
-                request.state = self._generate(request.body)
+                named = {"request": request.info} if self._wants_request else {}
+                request.state = self._generate(request.body, **named)
                 _skip(request.state, request)
             except BaseException as error:  # a library's panic, SystemExit: none may end this process
                 request.fail(error)

@@ -18,8 +18,9 @@ from carpool.errors import INTERNAL, INVALID_ARGUMENT
 from carpool.parts import Buffer
 from carpool.shown import name_of, trace_of
 from carpool_worker.model_process import frames
+from carpool_worker.model_process.costs import cost_of
 from carpool_worker.model_process.executor import FIXED_TYPES, StackedItems
-from carpool_worker.model_process.failures import Observe, failure_of, not_observed
+from carpool_worker.model_process.failures import Observe, OutputError, failure_of, not_observed
 from carpool_worker.model_process.loaded import SteppingModel
 from carpool_worker.model_process.stepping.frames import Admit, Advance, Configure, Step
 from carpool_worker.model_process.stepping.generation import Generation
@@ -66,10 +67,22 @@ class Stepper:
         generation = Generation(admit, _decode(admit, payload), self._observe, self._limit)
         if type(generation.body) not in FIXED_TYPES:
             generation.keep_body(partial(_decode, admit, payload))
+        if self._model.cost is not None:
+            self._find_cost(self._model.cost, generation)
         if admit.steps_alone:
             self._slots.add_alone(generation, admit.steps_alone)
         else:
             self._slots.add(generation)
+
+    def _find_cost(self, tell: Callable[[Any], Any], generation: Generation) -> None:
+        """Have the model tell what a request costs. If that fails, the request does, once it is validated."""
+        try:
+            generation.set_cost(cost_of(tell, generation.body, generation.cost))
+        except BaseException as error:  # a library's panic, SystemExit: none may end this process
+            if not isinstance(error, OutputError):
+                self._observe(error, [generation.key])
+            generation.cost_failure = failure_of(error, INTERNAL)
+        generation.renew_body()
 
     def drop(self, keys: Sequence[int]) -> None:
         """End requests that are no longer wanted; unknown keys are ignored."""
@@ -146,6 +159,8 @@ class Stepper:
                 generation.reject(failure_of(error, INVALID_ARGUMENT))
             else:
                 generation.renew_body()
+        if generation.cost_failure is not None:
+            generation.reject(generation.cost_failure)
         return not generation.has_ended
 
     def _begin(self, generations: Requests) -> None:

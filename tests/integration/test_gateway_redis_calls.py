@@ -7,18 +7,21 @@ from unittest import mock
 
 import redis
 
-from carpool_gateway import links
-from carpool_gateway.links import LINKS_MAX, Links
+from carpool_gateway import redis_calls
+from carpool_gateway.redis_calls import CONNECTIONS_MAX, RedisCalls
 from support.stack import Stack
 
 
 def test_names_that_clients_make_up_do_not_take_more_connections(stack: Stack) -> None:
     """As in a cluster, where a connection is for the node of a key, and used again for that key alone."""
-    key, keys = "carpool:{m}:config", [f"carpool:{{{number}}}:config" for number in range(2 * LINKS_MAX)]
+    key, keys = (
+        "carpool:{m}:config",
+        [f"carpool:{{{number}}}:config" for number in range(2 * CONNECTIONS_MAX)],
+    )
 
     async def ask() -> int:
-        with mock.patch.object(links, "is_cluster", return_value=True):
-            asked = Links(stack.url)
+        with mock.patch.object(redis_calls, "is_cluster", return_value=True):
+            asked = RedisCalls(stack.url)
         for each in keys:
             assert await asked.call(each, ("HGETALL", each)) == []
         await asyncio.gather(*(asked.call(each, ("HGETALL", each)) for each in keys))
@@ -27,12 +30,12 @@ def test_names_that_clients_make_up_do_not_take_more_connections(stack: Stack) -
         asked.close()
         return number
 
-    assert asyncio.run(ask()) <= LINKS_MAX
+    assert asyncio.run(ask()) <= CONNECTIONS_MAX
 
 
 def test_a_connection_is_used_again(stack: Stack) -> None:
     async def ask() -> int:
-        asked = Links(stack.url)
+        asked = RedisCalls(stack.url)
         for number in range(20):
             key = f"carpool:{{{number}}}:config"
             await asked.call(key, ("HGETALL", key))
@@ -44,4 +47,4 @@ def test_a_connection_is_used_again(stack: Stack) -> None:
 
 
 def _connections(server: redis.Redis) -> int:
-    return sum(client["name"] == "gateway:links" for client in server.client_list())
+    return sum(client["name"] == "gateway:calls" for client in server.client_list())

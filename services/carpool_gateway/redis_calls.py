@@ -1,4 +1,4 @@
-"""Connections to Redis for commands beside requests and results, which may wait there."""
+"""Commands to Redis beside requests and results, which may wait there, on connections of their own."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from carpool.errors import ResourceExhaustedError, UnavailableError
 from carpool.store.async_link import AsyncLink, encoded
 from carpool.store.connection import Command, CommandError, LinkError
 
-LINKS_MAX: Final = 64
+CONNECTIONS_MAX: Final = 64
 REPLY_S_MAX: Final = 5.0  # of Redis, beyond the time that it is to wait
 
 
-class _Caller:
+class _Connection:
     """A connection on which one command at a time is called."""
 
     def __init__(self, url: str, key: str) -> None:
         self._future: asyncio.Future[Any] | None = None
         self.is_lost = True  # until it is connected
-        self._link = AsyncLink(url, name="gateway:links", on_reply=self._set, on_lost=self._on_lost, key=key)
+        self._link = AsyncLink(url, name="gateway:calls", on_reply=self._set, on_lost=self._on_lost, key=key)
 
     async def connect(self) -> None:
         """Connect. Raises LinkError."""
@@ -57,20 +57,21 @@ class _Caller:
             self._future.set_exception(error)
 
 
-class Links:
-    """Connections to Redis for commands that may wait there, and that may be repeated: at most LINKS_MAX."""
+class RedisCalls:
+    """Calls commands that may wait in Redis, and that may be repeated, on at most CONNECTIONS_MAX
+    connections."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._is_cluster = is_cluster(url)
-        self._idle: list[tuple[str, _Caller]] = []  # by key; the last used is last
-        self._all: set[_Caller] = set()
-        self._free = asyncio.Semaphore(LINKS_MAX)
+        self._idle: list[tuple[str, _Connection]] = []  # by key; the last used is last
+        self._all: set[_Connection] = set()
+        self._free = asyncio.Semaphore(CONNECTIONS_MAX)
 
     def close(self) -> None:
         """Close all connections."""
-        for caller in self._all:
-            caller.close()
+        for connection in self._all:
+            connection.close()
 
     async def call(self, key: str, command: Command, timeout_s: float = REPLY_S_MAX) -> Any:
         """Redis's reply to a command on a key. It is repeated if a connection is lost, for `timeout_s` and at
@@ -93,27 +94,28 @@ class Links:
     async def _call_once(self, key: str, command: Command, timeout_s: float) -> Any:
         key = key if self._is_cluster else ""
         async with self._free:
-            caller = self._pop_idle(key)
+            connection = self._pop_idle(key)
             try:
-                if caller.is_lost:
-                    await caller.connect()
-                return await caller.call(command, timeout_s)
+                if connection.is_lost:
+                    await connection.connect()
+                return await connection.call(command, timeout_s)
             finally:
-                if caller.is_lost:
-                    self._all.discard(caller)
+                if connection.is_lost:
+                    self._all.discard(connection)
                 else:
-                    self._idle.append((key, caller))
+                    self._idle.append((key, connection))
 
-    def _pop_idle(self, key: str) -> _Caller:
+    def _pop_idle(self, key: str) -> _Connection:
         """A connection to the node of a key. In a cluster keys are many, and names that clients made up are
-        among them: if there are LINKS_MAX, a new one takes the place of the one that was used longest ago."""
+        among them: if there are CONNECTIONS_MAX, a new one takes the place of the one that was used longest
+        ago."""
         for at in range(len(self._idle) - 1, -1, -1):
             if self._idle[at][0] == key:
                 return self._idle.pop(at)[1]
-        if len(self._all) >= LINKS_MAX:
-            _, unused = self._idle.pop(0)  # fewer than LINKS_MAX are in use
+        if len(self._all) >= CONNECTIONS_MAX:
+            _, unused = self._idle.pop(0)  # fewer than CONNECTIONS_MAX are in use
             unused.close()
             self._all.discard(unused)
-        caller = _Caller(self._url, key)
-        self._all.add(caller)
-        return caller
+        connection = _Connection(self._url, key)
+        self._all.add(connection)
+        return connection

@@ -1,0 +1,8 @@
+"""`carpool check`: a model tried out in this process, without Redis.
+
+command    reads the bodies, executes them alone and in batches, and shows what was found
+bodies     what the BODY arguments name: values, files, folders
+comparing  whether results are the same, but for rounding
+resuming   streams that are cut, and resumed from their first chunks
+memory     how much more memory a batch needs
+"""
