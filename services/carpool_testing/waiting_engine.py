@@ -171,12 +171,12 @@ class WaitingEngine(BatchEngine):
                 loop.call_soon_threadsafe(resolve)
 
         thread = threading.Thread(target=run, name=f"model {self._keys.model}", daemon=True)
+        thread.start()
         self._threads.add(thread)
         try:
-            thread.start()
             return await done
         finally:
-            if not thread.is_alive() or done.done():
+            if not done.cancelled():  # else `close` waits for it
                 self._threads.discard(thread)
 
     def _answer(self, answered: Expire | Cancel, status: str, detail: str) -> None:

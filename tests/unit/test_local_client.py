@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,14 @@ from carpool import (
     ResourceExhaustedError,
     StateSpec,
     TensorSpec,
+    UnavailableError,
     Unhealthy,
+    UnimplementedError,
 )
 from carpool.client import AsyncClient
 from carpool.testing import LocalAsyncClient, LocalClient
 from carpool_worker.model_process.model import BoundSequence, RequestInfo
+from support.models.calling import Ask, AskPlain, Picky, Seen
 
 SIZE_MAX = 4
 
@@ -269,8 +274,6 @@ async def test_async_client() -> None:
 
 
 def test_a_waiting_program_uses_no_thread() -> None:
-    import threading
-
     threads: list[int] = []
 
     def which(batch: list[Any]) -> list[Any]:
@@ -282,3 +285,182 @@ def test_a_waiting_program_uses_no_thread() -> None:
         client.infer("which", 1)
         assert client.submit("which", 2).result(timeout=5) == 2
         assert (threads, threading.active_count()) == ([threading.get_ident()] * 2, before)
+
+
+# --- what models declare -----------------------------------------------------------------------------------
+
+
+class Weighing:
+    """Tells what a body costs, and names its version."""
+
+    version = "2"
+    max_batch_size = 8
+    max_batch_cost = 10
+
+    def load(self, device: str, *, weights: Path, unit: int = 1) -> None:
+        self.weights, self.unit = weights, unit
+        self.batches: list[list[int]] = []
+
+    def cost(self, body: int) -> int:
+        return body * self.unit
+
+    def predict(self, batch: list[int], requests: list[RequestInfo]) -> list[Any]:
+        self.batches.append(batch)
+        return [[str(self.weights), one.priority, one.cost, one.delivery_count] for one in requests]
+
+
+def test_parameters_costs_and_versions() -> None:
+    """Given bodies that cost more than one call may, expect that they are executed in parts."""
+    model, parameters = Weighing(), {"weighing": {"weights": Path("small.pt"), "unit": "2"}}
+    with LocalClient({"weighing": model}, parameters=parameters) as client:
+        futures = [client.submit("weighing", body, priority=7) for body in (1, 2, 3, 2)]
+        results = [future.result() for future in futures]
+        assert client.request("weighing", 1).version == "2"
+    assert results == [[str(Path.cwd() / "small.pt"), 7, 2 * body, 1] for body in (1, 2, 3, 2)]
+    assert all(2 * sum(batch) <= 10 for batch in model.batches) and max(map(len, model.batches)) > 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({}, r"weights is missing .* given as parameters=\{'weighing'"),
+        ({"weighing": {"weights": "w", "unit": "many"}}, "the parameter unit .* must be a valid integer"),
+        ({"weighing": {"weights": "w", "units": 1}}, "no parameter 'units', did you mean unit"),
+        ({"other": {}}, "there is no model 'other'; there are weighing"),
+    ],
+)
+def test_parameters_are_checked(parameters: dict[str, dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocalClient({"weighing": Weighing}, parameters=parameters)
+
+
+def test_times_of_a_request_are_those_of_this_machine() -> None:
+    def times(batch: list[Any], requests: list[RequestInfo]) -> list[Any]:
+        return [[one.arrival_s, one.deadline_s] for one in requests]
+
+    class Stepping:
+        def begin(self, requests: list[Any]) -> None:
+            for request in requests:
+                request.emit([request.arrival_s, request.deadline_s])
+                request.finish()
+
+        def step(self, requests: list[Any]) -> None:
+            raise AssertionError("nothing is left to be done")
+
+    with LocalClient({"times": times, "steps": Stepping}) as client:
+        for model in ("times", "steps"):
+            before_s = time.time()
+            arrival_s, deadline_s = client.infer(model, 1, timeout=30.0)
+            assert before_s - 0.1 <= arrival_s <= time.time()
+            assert deadline_s == pytest.approx(arrival_s + 30.0, abs=0.1)
+
+
+def test_elements_of_bytes_are_bytes() -> None:
+    class Files:
+        inputs = (TensorSpec("file", "BYTES", (1,)),)
+
+        def predict(self, batch: Any) -> Any:
+            return [row[0][::-1] for row in batch]
+
+    with LocalClient({"files": Files}) as client:
+        assert client.infer("files", b"\xff\x00\x01") == b"\x01\x00\xff"
+
+
+# --- models that wait, and that call others ----------------------------------------------------------------
+
+
+class Meeting:
+    """Each batch waits until as many are executed as may be."""
+
+    max_batch_size = 2
+    max_concurrent_batches = 3
+
+    def __init__(self) -> None:
+        self.here = 0
+        self.most = 0
+
+    async def predict(self, batch: list[Any]) -> list[Any]:
+        self.here += 1
+        self.most = max(self.most, self.here)
+        while self.most < self.max_concurrent_batches:
+            await asyncio.sleep(0)
+        self.here -= 1
+        return batch
+
+
+MODELS = {"Ask": Ask, "AskPlain": AskPlain, "Picky": Picky, "Seen": Seen}
+BOTH = pytest.mark.parametrize("ask", ["Ask", "AskPlain"])
+
+
+def test_an_async_model_executes_several_batches_at_a_time() -> None:
+    model = Meeting()
+    with LocalClient({"meeting": model}) as client:
+        assert client.infer_many("meeting", range(20)) == [*range(20)]
+    assert model.most == 3
+
+
+@BOTH
+def test_models_call_others(ask: str) -> None:
+    with LocalClient(MODELS) as client:
+        ones = [client.submit(ask, {"model": "Picky", "body": number}) for number in range(10)]
+        assert [future.result() for future in ones] == [2 * number for number in range(10)]
+        assert client.infer(ask, {"model": "Picky", "bodies": [1, 2]}) == [2, 4]
+        body = {"model": "Seen", "body": 1}
+        seen = client.infer(ask, body, tenant="gold", correlation_id="outer")
+        assert seen.pop("id").startswith("outer.")
+        assert seen == {"tenant": "gold", "called_by": ask}
+        assert client.infer("Ask", {"model": "AskPlain", "body": body})["called_by"] == "Ask AskPlain"
+
+
+@BOTH
+def test_errors_name_the_models_that_they_came_through(ask: str) -> None:
+    with LocalClient(MODELS) as client:
+        with pytest.raises(InvalidArgumentError, match=f"{ask} -> Picky: not a number"):
+            client.infer(ask, {"model": "Picky", "body": "x"})
+        with pytest.raises(UnavailableError, match=f"{ask} -> nowhere: "):
+            client.infer(ask, {"model": "nowhere", "body": 1})
+        with pytest.raises(UnimplementedError, match=f"{ask} -> {ask}: a model cannot call one that waits"):
+            client.infer(ask, {"model": ask, "body": 1})
+
+
+class Never:
+    """Never answers, and tells whether it was withdrawn by its end."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.ends = 0
+
+    async def predict(self, batch: list[Any]) -> list[Any]:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ends += 1
+        return batch
+
+
+@BOTH
+def test_closing_ends_what_is_executed(ask: str) -> None:
+    """Given a model that waits for another one, which waits, expect that neither keeps a thread or a task."""
+    threads, never = threading.active_count(), Never()
+    with LocalClient({**MODELS, "never": never}) as client:
+        client.submit(ask, {"model": "never", "body": 1})
+        with pytest.raises(DeadlineExceededError):
+            client.infer("never", 2, timeout=0.05)
+        assert never.begun.is_set()
+    assert never.ends and threading.active_count() == threads
+
+
+@BOTH
+def test_a_deadline_holds_through_both_models(ask: str) -> None:
+    with LocalClient({**MODELS, "never": Never()}) as client:
+        with pytest.raises(DeadlineExceededError):
+            client.infer(ask, {"model": "never", "body": 1}, timeout=0.1)
+        assert client.infer(ask, {"model": "Picky", "body": 3}) == 6
+
+
+async def test_models_of_an_async_client_call_others() -> None:
+    async with LocalAsyncClient(MODELS) as client:
+        bodies = [{"model": "Picky", "body": number} for number in range(6)]
+        both = [client.infer_many(ask, bodies) for ask in ("Ask", "AskPlain")]
+        assert await asyncio.gather(*both) == [[2 * number for number in range(6)]] * 2
