@@ -1,6 +1,7 @@
 """The batcher service: one loop over all registered models.
 
-    leases      twice a second, of all models: which are registered, which leases this batcher holds
+    leases      twice a second, of all models: which are registered, which leases this batcher holds;
+                and the script with which producers enqueue is loaded, in case Redis has lost it
     compare     four times a second, each busy model: with a snapshot of its state in Redis; of the idle
                 ones a few at a time, so that each is compared every 3 s
     read        wait for entries of any model, or until one is due
@@ -34,6 +35,7 @@ from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.store.batcher import NotActiveError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
+from carpool.store.kept import KEEP
 from carpool.store.link_errors import reason_of
 from carpool.store.reader import ReadSizes, StreamReader, Subscription
 from carpool.store.upkeep import Upkeep
@@ -101,6 +103,7 @@ class BatcherService:
         self._discovery_error = ""
         self._eviction_at_s = 0.0
         self._eviction_warning = ""
+        self._script_warning = ""
         self._current = ""  # the model whose turn it is
         self._stopping = Event()
         self._loop = Loop("batcher", self.run_once, self._report_error)
@@ -138,6 +141,7 @@ class BatcherService:
         late_us = int((now_s - self._leases_at_s) * 1e6) if self._leases_at_s else 0
         self._leases_at_s = now_s + LEASES_INTERVAL_S
         self._discover()
+        self._load_script()
         if now_s >= self._eviction_at_s:
             self._eviction_at_s = now_s + EVICTION_INTERVAL_S
             self._look_for_eviction()
@@ -285,6 +289,14 @@ class BatcherService:
         self._remove([model for model in ended if not model.has_requests()])
         self._discovery_error, self._discovered_s = "", time.monotonic()
 
+    def _load_script(self) -> None:
+        """Load the script with which producers enqueue; warn if that fails, once for each reason."""
+        error = self._upkeep.load_script(KEEP)
+        warning = "" if error is None else reason_of(error, "batcher")
+        if warning and warning != self._script_warning:
+            self._log.warning("producers cannot enqueue", reason=warning)
+        self._script_warning = warning
+
     def _look_for_eviction(self) -> None:
         """Warn if Redis may discard requests, once for each reason."""
         warning = self._upkeep.eviction_warning()
@@ -409,7 +421,7 @@ class BatcherService:
 
     def warnings(self) -> list[str]:
         """What a person should mend, although models are batched."""
-        return [self._eviction_warning] if self._eviction_warning else []
+        return [warning for warning in (self._eviction_warning, self._script_warning) if warning]
 
     @property
     def serves_models(self) -> bool:

@@ -320,6 +320,7 @@ class Session:
             scheduler.settings.result_ttl_ms,
             self._order.take_arrivals(),
             self._settings_of_batches,
+            scheduler.settings.max_result_ttl_ms,
         )
         self._entries_changed(changes)
         dispatched: list[Dispatch] = []

@@ -33,6 +33,8 @@ GROUPS: Final = (
         Command("up", "MODEL...", "carpool_cli.local.up",
                 "start Redis (if no --redis-url is given), a batcher and workers on this machine"),
         Command("infer", "MODEL BODY", "carpool_cli.infer", "send one request and print its result"),
+        Command("result", "ID", "carpool_cli.result",
+                "print the result of a request of infer --enqueue; --status, --cancel"),
         Command("check", "MODEL BODY...", "carpool_cli.check.command",
                 "try a model out here, alone and in batches, without Redis"),
         Command("models", "", "carpool_cli.models",

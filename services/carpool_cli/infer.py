@@ -14,11 +14,12 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.client.aio import AsyncClient
-from carpool.client.options import RequestOptions
+from carpool.client.options import DEFAULT_TIMEOUT_S, RequestOptions
 from carpool.errors import CarpoolError, DeadlineExceededError, InvalidArgumentError
 from carpool.messages.requests import JSON, PRIORITY_DEFAULT, RAW
 from carpool.settings import CarpoolSettings, ConnectionSettings, Lines, Seconds, read_settings
 from carpool.shown import complain, printable_lines
+from carpool.store.kept import TIMEOUT_S
 from carpool.text_files import decoded
 from carpool.wire.bodies import NotJSONError, decode_body, decode_json, encode_body
 from carpool.wire.content_types import checked
@@ -70,7 +71,7 @@ class RequestSettings(BodySettings, ConnectionSettings):
 
 
 class InferSettings(RequestSettings):
-    """Send one request, and print its result as JSON; with --stream as it comes.
+    """Send one request, and print its result as JSON; with --stream as it comes, with --enqueue its ID.
 
     BODY is JSON; text that is not JSON is sent as a JSON string. @FILE sends the contents of a file, and -
     sends standard input. Write -- before a BODY that begins with a dash.
@@ -81,11 +82,12 @@ class InferSettings(RequestSettings):
 
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     body: CliPositionalArg[str] = Field(description="JSON, text, @FILE or -")
-    timeout: Seconds = Field(
-        30.0,
+    timeout: Seconds | None = Field(
+        None,
         gt=0,
         le=86_400,
-        description="seconds to wait for the result; the request expires after the same time",
+        description="seconds to wait for the result; the request expires after the same time (default: 30, "
+        "with --enqueue 3600)",
     )
     not_before: Seconds = Field(0.0, ge=0, description="seconds in which the request is not dispatched")
     priority: int = Field(PRIORITY_DEFAULT, ge=0, le=9, description="0 to 9; higher is served first")
@@ -96,6 +98,18 @@ class InferSettings(RequestSettings):
     stream: bool = Field(
         False,
         description="print each chunk when it comes: texts end to end, any other value as a line of JSON",
+    )
+    enqueue: bool = Field(
+        False,
+        description="do not wait: print the ID with which `carpool result` gets the result, anywhere",
+    )
+    correlation_id: str = Field(
+        "", description="with --enqueue: your own ID; what is enqueued again under it is executed once"
+    )
+    result_ttl: Seconds | None = Field(
+        None,
+        gt=0,
+        description="with --enqueue: seconds for which the result is kept (default: as the model has it)",
     )
     sequence_id: str = Field("", description="sequence of the request, of a model that keeps states")
     sequence_start: bool = Field(False, description="the request is the first one of its sequence")
@@ -123,9 +137,9 @@ class InferSettings(RequestSettings):
 def main(argv: Sequence[str]) -> int:
     """Print the result, or its chunks. Returns 1, with the error on standard error, if it failed."""
     settings = read_settings(InferSettings, argv, "carpool infer")
-    if settings.stream and settings.sequence_id:
-        return _failed("--stream: a request of a sequence has one result, and no chunks; omit --stream")
-    send = _print_chunks if settings.stream else _print_result
+    if mistake := _mistake(settings):
+        return _failed(mistake)
+    send = _print_chunks if settings.stream else _print_id if settings.enqueue else _print_result
     try:
         asyncio.run(send(settings, read_body(settings.body, settings.body_type)))
     except BrokenPipeError:  # of standard output
@@ -138,6 +152,17 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
     return 0
+
+
+def _mistake(settings: InferSettings) -> str:
+    """What is wrong with these arguments together; empty if nothing is."""
+    if settings.stream and settings.sequence_id:
+        return "--stream: a request of a sequence has one result, and no chunks; omit --stream"
+    if settings.stream and settings.enqueue:
+        return "--stream: the chunks go to who waits for them; the result of --enqueue is the whole output"
+    if not settings.enqueue and (settings.correlation_id or settings.result_ttl is not None):
+        return "--correlation-id and --result-ttl: only with --enqueue"
+    return ""
 
 
 def _named(field: str) -> tuple[str, str]:
@@ -185,23 +210,38 @@ def _body_bytes(body: str) -> bytes:
 
 
 def _client(settings: InferSettings) -> AsyncClient:
-    return AsyncClient(settings.redis_url, prefix=settings.prefix, timeout=settings.timeout)
+    timeout_s = DEFAULT_TIMEOUT_S if settings.timeout is None else settings.timeout
+    return AsyncClient(settings.redis_url, prefix=settings.prefix, timeout=timeout_s)
 
 
 async def _print_result(settings: InferSettings, body: Any) -> None:
     async with _client(settings) as client:
         result = await client.infer(settings.model, body, **settings.options)
-    as_bytes = isinstance(result, bytes | np.ndarray) if settings.raw else isinstance(result, bytes)
+    print_value(result, raw=settings.raw)
+
+
+async def _print_id(settings: InferSettings, body: Any) -> None:
+    options = settings.options
+    options["timeout"] = TIMEOUT_S if settings.timeout is None else settings.timeout
+    options["correlation_id"] = settings.correlation_id or None
+    options["result_ttl"] = settings.result_ttl
+    async with AsyncClient(settings.redis_url, prefix=settings.prefix) as client:
+        print(await client.enqueue(settings.model, body, **options))
+
+
+def print_value(result: Any, *, raw: bool) -> None:
+    """Print a result: as JSON, or bytes as they are. `raw`: also the bytes of a tensor, and on a terminal."""
+    as_bytes = isinstance(result, bytes | np.ndarray) if raw else isinstance(result, bytes)
     data = encode_body(RAW, result) if as_bytes else encode_body(JSON, result) + b"\n"
-    if _is_read_by_people(settings):
+    if _is_read_by_people(raw=raw):
         data = _as_text(data).encode() + (b"\n" if as_bytes else b"")
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
-def _is_read_by_people(settings: InferSettings) -> bool:
+def _is_read_by_people(*, raw: bool) -> bool:
     """Whether the output goes to a terminal, which would obey the control characters in it."""
-    return sys.stdout.isatty() and not settings.raw
+    return sys.stdout.isatty() and not raw
 
 
 def _as_text(data: bytes) -> str:
@@ -214,7 +254,7 @@ def _as_text(data: bytes) -> str:
 
 async def _print_chunks(settings: InferSettings, body: Any) -> None:
     """If this is interrupted, or nobody reads standard output any more, the request is withdrawn."""
-    printer = _ChunkPrinter(sys.stdout.buffer, is_read_by_people=_is_read_by_people(settings))
+    printer = _ChunkPrinter(sys.stdout.buffer, is_read_by_people=_is_read_by_people(raw=settings.raw))
     async with _client(settings) as client, client.stream(settings.model, body, **settings.options) as stream:
         try:
             async for chunk in stream:

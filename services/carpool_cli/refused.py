@@ -8,9 +8,10 @@ from carpool.errors import PERMISSION_DENIED, PermissionDeniedError
 from carpool.store.connection import CommandError, LinkError, SignInError, UnsupportedServerError
 
 _ROLES: Final = """
-    The user with which this command signed in to Redis may not do this. `infer` needs the role producer or
-    admin, and all other commands that read or change a stack need admin. Set CARPOOL_REDIS_USER and
-    CARPOOL_REDIS_PASSWORD_FILE to that role's; with Docker Compose, use the service operator:
+    The user with which this command signed in to Redis may not do this. `infer` and `result` need the role
+    producer or admin, `infer --enqueue` needs producer, and all other commands that read or change a stack
+    need admin. Set CARPOOL_REDIS_USER and CARPOOL_REDIS_PASSWORD_FILE to that role's; with Docker Compose,
+    use the service tools for a producer, and operator for an admin:
     docker compose run --rm operator COMMAND. If the user has the role, its rules may be those of an older
     version: run `carpool acl`, then ACL LOAD in Redis."""
 

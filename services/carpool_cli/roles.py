@@ -3,7 +3,7 @@
     ROLES --rules()--> "user worker on #8f..  -@all +ping .. ~carpool:{*}:batches .."
 
 Redis checks each command inside a script as if the caller had sent it. So the commands of a script are
-granted one by one to the roles that run it; EVAL alone permits nothing. The head of each file in
+granted one by one to the roles that run it; EVAL alone permits no other command. The head of each file in
 `carpool/store/lua` declares them, in lines `GRANT roles keys commands`.
 
 A grant is a set of commands on a set of keys. For Redis 7, each grant is a selector with exactly these. Redis
@@ -70,6 +70,7 @@ def _grants(role: str, *items: Grant | _Lua) -> Sequence[Grant]:
 _CONNECT: Final = Grant("have a name in CLIENT LIST, and check that Redis answers", "ping client|setname")
 _CLUSTER: Final = Grant("find the node of a cluster that has a key", "cluster|slots")
 _CLOCK: Final = Grant("read Redis's clock, which decides about expiration and leases", "time")
+_SCRIPTS: Final = Grant("run scripts of services, which begin with it", "echo")
 _EVICTION: Final = Grant("see whether Redis discards keys when its memory is full", "info")
 # Counts only, no contents. XINFO STREAM is left out because it shows the first and the last entry.
 _COUNTS: Final = (
@@ -107,16 +108,25 @@ _PRODUCE: Final = (
     Grant("send a request together with its large body", "multi exec"),
     Grant("store a large body", "set", "body"),
     Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
+    Grant("the state of a request whose result is read by name", "get exists", "kept"),
+    Grant("whether that result is there, or is to come", "exists", "replies"),
+)
+
+# To add requests whose results are read by name.
+# By its hash only: with EVAL a producer could run a script that does not end, and stop Redis.
+_ENQUEUE: Final = (
+    Grant("the script keep, which batchers load", "evalsha", "requests kept replies body"),
+    _Lua("keep"),
 )
 
 CALLER: Final = "model"  # a user for models that call others (CARPOOL_MODEL_REDIS_URL)
 _READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "result")
 
 ROLES: Final[Mapping[str, Sequence[Grant]]] = {
-    "producer": (_CONNECT, _CLUSTER, *_PRODUCE, _READ_LISTS),
+    "producer": _grants("producer", _CONNECT, _CLUSTER, *_PRODUCE, *_ENQUEUE, _READ_LISTS),
     "batcher": _grants(
         "batcher",
-        _CONNECT, _CLUSTER, _CLOCK, _EVICTION,
+        _CONNECT, _CLUSTER, _CLOCK, _EVICTION, _SCRIPTS,
         Grant("list the models", "smembers", "models"),
         Grant("read what workers registered, and an operator's overrides", "hgetall", "registration config"),
         Grant("list the model processes that are alive", "zrange", "workers"),
@@ -127,9 +137,10 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant(
             "run scripts",
             "evalsha eval",
-            "batcher report requests batches progress order tickets result replies body sequence sequences "
-            "inbox workers statistics",
+            "batcher report requests batches progress order tickets result replies body kept sequence "
+            "sequences inbox workers statistics",
         ),
+        Grant("load the script keep, which producers run", "script|load"),
         Grant("list the sequences that are kept when it takes over", "zrange", "sequences"),
         _Lua("lease"), _Lua("report"), _Lua("dispatch refuse put_back", "requests"), _Lua("refuse"),
         Grant("keep large bodies while their requests wait", "pexpire", "body"),
@@ -137,11 +148,11 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("list the processes of a bound model that drain", "smembers", "draining"),
         _Lua("dispatch"), _Lua("answer"), _Lua("statistics"),
         Grant("count the chunks of streams in flight", "hget", "progress"),
-        _Lua("answered"), _Lua("sequence"), _Lua("deliver ordering/order"),
+        _Lua("answered"), _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("record"),
     ),
     "worker": _grants(
         "worker",
-        _CONNECT, _CLUSTER, _CLOCK, _EVICTION,
+        _CONNECT, _CLUSTER, _CLOCK, _EVICTION, _SCRIPTS,
         Grant("tell that it loads the model", "hset pexpire del", "loading"),
         Grant("tell which models are being loaded", "sadd srem pexpire", "loading_models"),
         Grant("register the model", "sadd", "models"),
@@ -154,7 +165,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "run scripts",
             "evalsha eval",
             "workers batches settled registration config progress dead dead_dropped order tickets result "
-            "replies body sequence sequences draining statistics",
+            "replies body kept sequence sequences draining statistics",
         ),
         _Lua("join renew", "workers"), _Lua("join", "batches"), _Lua("renew"), _Lua("step", "result replies"),
         Grant("load large bodies", "getrange", "body"),
@@ -167,16 +178,14 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "progress",
             "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
         ),
-        _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("statistics"),
+        _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("statistics"), _Lua("record"),
     ),
     "gateway": _grants(
         "gateway",
-        _CONNECT, _CLUSTER, *_PRODUCE,
+        _CONNECT, _CLUSTER, *_PRODUCE, *_ENQUEUE,
+        Grant("the script keep, by its source", "eval", "requests kept replies body"),
         Grant("read an operator's overrides of settings", "hgetall", "config"),
         Grant("read what became of a model's requests", "hgetall", "statistics"),
-        Grant("the script keep", "eval", "requests kept replies body"),
-        Grant("whether a request was added before, and has its result", "exists", "kept replies"),
-        _Lua("keep"),
     ),
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
     "admin": (

@@ -17,12 +17,13 @@ from typing import Any, Final, NamedTuple
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.envelopes import EnvelopeSink
-from carpool.client.options import read_options
+from carpool.client.options import read_options, result_ttl_ms
 from carpool.client.producer import Producer
 from carpool.client.sinks import Envelope, Sink
 from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Result, ResultColumns
+from carpool.store.kept import TIMEOUT_S
 from carpool_gateway.answers import HttpError, failure, http_error_of
 from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.exchange import Exchange
@@ -38,7 +39,6 @@ from carpool_gateway.native.results import (
 )
 
 _LINES_HEADER: Final = b"content-type: application/x-ndjson\r\n"
-LATER_TIMEOUT_S: Final = 3600.0  # of a request for whose result nobody waits, if it names none
 _LOOKUP_S_MIN: Final = 0.1  # a look-up that takes longer is a part of the timeout
 
 
@@ -86,13 +86,19 @@ class Inference:
         self._default_timeout_s = default_timeout_s
         self._answers, self._results = ExchangeSink(), EnvelopeSink()
 
-    def accept(self, exchange: Exchange, key: Key, *, is_later: bool = False) -> Asked:
-        """What is asked for, before the body is read. `is_later`: nobody waits for the result meanwhile.
-        Raises HttpError and CarpoolError."""
+    def accept(self, exchange: Exchange, key: Key, *, is_later: bool = False, is_kept: bool = False) -> Asked:
+        """What is asked for, before the body is read. `is_later`: nobody waits for the result meanwhile;
+        `is_kept`: it is kept, to be read by name. Raises HttpError and CarpoolError."""
         check_encoding(exchange)
         options = options_of(exchange.headers)
         key.set_tenant(options)
-        default_s = LATER_TIMEOUT_S if is_later else self._default_timeout_s
+        default_s = TIMEOUT_S if is_later else self._default_timeout_s
+        if not is_kept and "result_ttl" in options:
+            raise InvalidArgumentError(
+                "Carpool-Result-Ttl-Ms: only with Prefer: respond-async or Idempotency-Key; other results "
+                "are for the client that waits"
+            )
+        ttl_ms = result_ttl_ms(options.pop("result_ttl", None))
         timeout_s, fields = read_options(options, default_s)
         if timeout_s is None or (timeout_s > self._limits.timeout_s and not is_later):
             raise InvalidArgumentError(
@@ -100,7 +106,8 @@ class Inference:
                 "Prefer: respond-async"
             )
         content_type = content_type_of(exchange.headers.get(b"content-type"))
-        return Asked(exchange.model, content_type, timeout_s, fields, options.get("correlation_id"))
+        own_id = options.get("correlation_id")
+        return Asked(exchange.model, content_type, timeout_s, fields, own_id, ttl_ms)
 
     # --- one request ---------------------------------------------------------------------------------------
 

@@ -20,10 +20,17 @@ from typing import Any, Final
 from carpool.client.producer import Producer
 from carpool.errors import DeadlineExceededError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID, Keys
-from carpool.store.kept import keep_command, kept_result, read_command
+from carpool.store.kept import (
+    fingerprint_of,
+    keep_command,
+    kept_result,
+    owner_of_tenant,
+    owner_prefix,
+    read_command,
+)
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
 from carpool_gateway.catalog import Catalog
-from carpool_gateway.credentials import Key, now_s
+from carpool_gateway.credentials import ANYBODY, Key, now_s
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.inference import answer, decompress
 from carpool_gateway.limits import Limits
@@ -31,7 +38,6 @@ from carpool_gateway.native.options import Asked, preferences
 from carpool_gateway.redis_calls import REPLY_S_MAX, RedisCalls
 
 _BLOCK_MS: Final = 1000
-_OWNER_CHARS: Final = 16
 IDEMPOTENCY: Final = b"idempotency-key"
 
 
@@ -61,13 +67,11 @@ class KeptRequests:
             "content_type": asked.content_type,
             "expiration": max(1, round(asked.timeout_s * 1000)),
         }
-        fingerprint = _fingerprint(asked, body)
-        known_ms = (
-            round(asked.timeout_s * 1000) + (await self._catalog.model(asked.model)).settings.result_ttl_ms
-        )
-        earlier = await self._calls.call(
-            keys.requests, keep_command(keys, name, fingerprint, known_ms, fields, body)
-        )
+        fingerprint = fingerprint_of(asked.content_type, asked.fields, body)
+        ttl_ms = asked.result_ttl_ms or (await self._catalog.model(asked.model)).settings.result_ttl_ms
+        known_ms = round(asked.timeout_s * 1000) + ttl_ms
+        command = keep_command(keys, name, fingerprint, known_ms, fields, body, asked.result_ttl_ms)
+        earlier = await self._calls.call(keys.requests, command)
         exchange.connection.release(exchange)  # Redis has the body
         if earlier is not None and earlier != fingerprint:
             raise HttpError(422, "Idempotency-Key: another request was sent with this key")
@@ -103,7 +107,7 @@ class KeptRequests:
 
     def _named(self, key: Key, exchange: Exchange) -> tuple[Keys, str]:
         name = exchange.parameters["name"]
-        if not CORRELATION_ID.fullmatch(name) or not name.startswith(_owner(key)):
+        if not CORRELATION_ID.fullmatch(name) or not (key is ANYBODY or name.startswith(_owner(key))):
             raise _unknown()
         return Keys(exchange.model, self._producer.prefix), name
 
@@ -115,7 +119,7 @@ class KeptRequests:
             raise _unknown()
         raise HttpError(
             410,
-            "the request has had its result, which is kept no longer: see the model's setting result_ttl_ms",
+            "the request has had its result, which is kept no longer: see Carpool-Result-Ttl-Ms",
             correlation_id=name,
         )
 
@@ -129,7 +133,7 @@ class KeptRequests:
             left_ms = round((end_s - time.monotonic()) * 1000)
             block_ms = max(0, min(left_ms, _BLOCK_MS))
             reply = await self._calls.call(
-                keys.requests, read_command(keys, name, block_ms), block_ms / 1000 + REPLY_S_MAX
+                keys.requests, read_command(keys, [name], block_ms), block_ms / 1000 + REPLY_S_MAX
             )
             envelope = kept_result(reply)
             if envelope is not None or left_ms <= _BLOCK_MS or is_in_vain():
@@ -149,14 +153,7 @@ def _name_of(exchange: Exchange, key: Key) -> str:
 def _owner(key: Key) -> str:
     """What the names of all requests begin with that belong to the holder of a key: to its tenant, if it has
     one."""
-    owner = f"tenant {key.tenant}" if key.tenant else f"key {key.name}"
-    return f"{sha256(owner.encode()).hexdigest()[:_OWNER_CHARS]}-"
-
-
-def _fingerprint(asked: Asked, body: bytes) -> bytes:
-    """What tells a request from another one of the same name: its body, and what is asked for it."""
-    fields = repr(sorted(asked.fields.items()))
-    return sha256(f"{asked.content_type}\n{fields}\n".encode() + body).hexdigest()[:32].encode()
+    return owner_prefix(owner_of_tenant(key.tenant) if key.tenant else f"key {key.name}")
 
 
 def is_later(exchange: Exchange) -> bool:

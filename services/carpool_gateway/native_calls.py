@@ -29,7 +29,7 @@ class NativeCalls:
     def infer(self, exchange: Exchange, key: Key) -> Handler:
         """One request: its result, a stream of chunks, or where the result will be."""
         later, is_once = is_later(exchange), IDEMPOTENCY in exchange.headers
-        asked = self._inference.accept(exchange, key, is_later=later)
+        asked = self._inference.accept(exchange, key, is_later=later, is_kept=later or is_once)
         if wants_stream(exchange.headers):
             _check_not_kept(is_kept=later or is_once)
             exchange.route = "stream"

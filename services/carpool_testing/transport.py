@@ -8,6 +8,7 @@ loop of the producer, and executes one batch, or takes one step: chunks reach th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -15,13 +16,17 @@ from carpool.client.durability import Durability
 from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
 from carpool.client.packing import Packer, weakly
 from carpool.client.producer import Producer
-from carpool.errors import CarpoolError, InvalidArgumentError, UnavailableError
+from carpool.errors import CarpoolError, InvalidArgumentError, UnavailableError, UnimplementedError
 from carpool.keys import DEFAULT_PREFIX, Keys, models_key
 from carpool_testing.engine import Engine, as_bytes, now_us
 from carpool_testing.models import Models, new_engine
 
 ADDRESS: Final = "models in this process"
 _URL: Final = "redis://localhost"  # never connected to
+_NO_REDIS: Final = (
+    "results by ID (enqueue, result, status, cancel) are kept in Redis, which there is none of here: test them "
+    "with a stack, such as that of the fixture carpool_stack"
+)
 
 
 class LocalTransport:
@@ -130,20 +135,24 @@ class LocalTransport:
                 key, _, *fields = arguments
                 self._by_key[key].receive([as_bytes(field) for field in fields])
 
-    async def call_again(self, *command: str) -> Any:
-        """The reply to a look-up."""
+    async def call_again(self, *command: Any, key: str = "") -> Any:
+        """The reply to a look-up. Raises UnimplementedError for what a client asks of Redis alone."""
         match command:
-            case ("SMEMBERS", key):
-                assert key == models_key(DEFAULT_PREFIX)
+            case ("PING",):
+                return b"PONG"
+            case ("SMEMBERS", names_key):
+                assert names_key == models_key(DEFAULT_PREFIX)
                 return [name.encode() for name in self._engines]
-            case ("HGET", key, "max_batch_size"):
-                engine = self._registered.get(key)
+            case ("HGET", registration, "max_batch_size"):
+                engine = self._registered.get(registration)
                 return None if engine is None else str(engine.settings.max_batch_size).encode()
-            case ("ZCARD", key):
-                return int(key in self._processes)
-            case ("EXISTS", _):
+            case ("TIME",):
+                return [b"%d" % part for part in divmod(time.time_ns() // 1000, 1_000_000)]
+            case ("ZCARD" | "ZCOUNT", processes, *_):
+                return int(processes in self._processes)
+            case ("EXISTS", loading) if str(loading).endswith(":loading"):
                 return 0
-        return b"PONG"
+        raise UnimplementedError(_NO_REDIS)
 
     # --- turns ---------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from carpool.errors import ABORTED, DEADLINE_EXCEEDED, INTERNAL, OK
 from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import Producer
-from carpool.messages.results import DeadLetter, Result, RunResults
+from carpool.messages.results import GIVEN_UP, DeadLetter, Result, RunResults
 from carpool.messages.sequences import SequenceChange
 from carpool.messages.settled import ExecutedOf
 from carpool.parts import Buffer
@@ -204,7 +204,7 @@ class Execution:
         if self.cause_of_death:
             reason += f"; the last time: {self.cause_of_death}"
         self.dead_letters.append(DeadLetter(self.batch.requests[position], reason, deaths))
-        self.fail(position, ABORTED, f"given up, and kept as a dead letter: {reason}")
+        self.fail(position, ABORTED, f"{GIVEN_UP}: {reason}")
 
     def fail_frame(self, frame: Frame, detail: str) -> None:
         """Fail every request of a frame whose outcome cannot be used."""

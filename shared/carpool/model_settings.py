@@ -24,6 +24,7 @@ DEAD_LETTERS_MAX: Final = 100_000  # of one model, whatever its settings are
 RESULT_BYTES_DEFAULT: Final = 64 * 1024 * 1024
 # A chunk is written twice in one argument of a script, and Redis takes arguments of less than 512 MiB.
 RESULT_BYTES_MAX: Final = 128 * 1024 * 1024
+MAX_RESULT_TTL_MS: Final = 7 * 24 * 3600 * 1000
 SLOTS_PREFETCHED_RATIO: Final = 8
 _TEXTS_FOR_NONE: Final = ("", "none", "null")
 
@@ -318,6 +319,11 @@ class ModelSettings:
     result_ttl_ms: int = _setting(
         60_000, _integer(1, MILLISECONDS), "how long a result is kept for its producer"
     )
+    max_result_ttl_ms: int = _setting(
+        MAX_RESULT_TTL_MS,
+        _integer(1, MILLISECONDS),
+        "longest time for which a request that is enqueued may have its result kept",
+    )
     max_prefill_cost: int | None = _setting(
         None,
         _optional(_integer(1)),
@@ -599,7 +605,7 @@ _UNUSABLE: Final[Mapping[ModelKind, Mapping[str, str]]] = {
 
 _WITHOUT_ORDER: Final = ("policy", "tenant_weights")
 _HIGHEST_IS_SAFE: Final = (
-    *("result_ttl_ms", "reader_idle_ms", "max_sequence_idle_ms", "max_execution_ms"),
+    *("result_ttl_ms", "max_result_ttl_ms", "reader_idle_ms", "max_sequence_idle_ms", "max_execution_ms"),
     *("max_dead_letters", "max_dead_letter_bytes", "max_dead_letter_age_ms"),
 )
 _FIRST_IS_SAFE: Final[Mapping[str, Sequence[Any]]] = {

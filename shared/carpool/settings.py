@@ -136,14 +136,14 @@ SIMILARITY_MIN: Final = 0.85  # of a variable that nothing reads to the one that
 # What commands read beside the settings here: no mistake where another process finds it.
 OF_COMMANDS: Final = frozenset(
     (
-        "accept", "action", "alive", "all", "arrivals", "as_json", "body", "calls", "change", "content_type",
-        "cost", "data_dir", "expiration_ms", "field", "force", "gateway", "gateway_port", "ids", "in_flight",
-        "intercept_ms", "keep", "lane",
-        "latency_ms", "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority",
-        "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "requests", "rotate", "rounds",
+        "accept", "action", "alive", "all", "arrivals", "as_json", "body", "calls", "cancel", "change",
+        "content_type", "correlation_id", "cost", "data_dir", "enqueue", "expiration_ms", "field", "force",
+        "gateway", "gateway_port", "id", "ids", "in_flight", "intercept_ms", "keep", "lane", "latency_ms",
+        "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority", "queries", "rate",
+        "raw", "reason", "record", "redis", "redis_port", "requests", "result_ttl", "rotate", "rounds",
         "seconds", "secrets", "seed", "sequence_end", "sequence_id", "sequence_index", "sequence_start",
-        "slope_ms", "stream", "tenant", "timeout", "timeout_s", "trip_ms", "trip_noise", "trip_slope_ms",
-        "workers",
+        "slope_ms", "status", "stream", "tenant", "timeout", "timeout_s", "trip_ms", "trip_noise",
+        "trip_slope_ms", "workers",
     )
 )  # fmt: skip
 

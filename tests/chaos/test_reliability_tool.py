@@ -20,6 +20,7 @@ pytestmark = pytest.mark.chaos
 SELECTED: Final = (
     "a worker stands still past its lease",
     "a model process is killed",
+    "a new version of the model takes over",
     "a producer is killed, and sends again",
     "a producer at ten times the pace",
     "Redis is killed, appendfsync always",
@@ -60,6 +61,7 @@ def test_results_of_others_are_found(tmp_path: Path) -> None:
     name = "SCRIPT FLUSH"
     outcome = carry_out(FAULTS[name], tmp_path, seed=1, times=1, spec="Busy=hashing.py:Shuffled")
     assert outcome.report.misrouted
+    assert any("results by ID" in found for found in outcome.left_over)
     assert not is_kept(name, outcome)
 
 

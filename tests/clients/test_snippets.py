@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any, Final, NamedTuple
 
+import msgpack
 import pytest
 from redis import Redis
 
@@ -241,6 +242,19 @@ def test_large_body_is_answered_as_documented(live: Stack) -> None:
     wait_until(lambda: not live.redis.exists(Keys("square").body("b-17")), description="the body is deleted")
 
 
+def test_result_is_read_by_id_as_documented(live: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: the second time it is not added again. In a checkout, as the text says."""
+    monkeypatch.chdir(ROOT)
+    (code,) = commands("By ID, from any process")
+    for _ in range(2):
+        run_commands(code, live.server.port)
+    (entry,) = live.redis.xrange(Keys("square").replies("job-17"))
+    (envelope,) = msgpack.unpackb(entry[1][b"results"])
+    assert (envelope["status"], envelope["body"]) == ("OK", b"144")
+    assert live.redis.get(Keys("square").kept("job-17")) == b"the-square-of-12 done 600000"
+    assert 500_000 < live.redis.pttl(Keys("square").replies("job-17")) <= 600_000
+
+
 def test_model_that_keeps_a_state_is_served_as_documented(live: Stack, tmp_path: Path) -> None:
     """The class in docs/models.md is the model `total`; this is the program below it."""
     program = f"""
@@ -266,15 +280,23 @@ def test_python_program_in_the_readme_runs(live: Stack, tmp_path: Path) -> None:
     assert output([sys.executable, str(source)]) == "49\n5.0 8.0\n"
 
 
-def test_python_program_in_the_document_of_the_client_runs(live: Stack, tmp_path: Path) -> None:
-    code = re.search(
-        r"^    from carpool import Client\n(?:(?:    .*)?\n)+",
-        (ROOT / "docs/clients.md").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
+@pytest.mark.parametrize(
+    ("document", "begins_with", "prints"),
+    [
+        ("clients", "from carpool import Client", r"49\n64\n"),
+        ("clients", "from carpool import Client, CarpoolError", r"square/order-17\n81\ndone\n"),
+        ("celery", "from carpool import Client", r"square/[0-9a-f]{32}\n49\ndone\nTrue 64\n"),
+    ],
+    ids=["a client", "results by ID", "for users of Celery"],
+)
+def test_python_programs_in_the_documents_run(
+    live: Stack, tmp_path: Path, document: str, begins_with: str, prints: str
+) -> None:
+    text = (ROOT / f"docs/{document}.md").read_text(encoding="utf-8")
+    code = re.search(rf"^    {begins_with}\n(?:(?:    .*)?\n)+", text, re.MULTILINE)
     assert code is not None
+    program = dedent(code[0]).replace("127.0.0.1:6379", f"127.0.0.1:{live.server.port}")
     source = tmp_path / "producer.py"
-    source.write_text(
-        dedent(code[0]).replace("127.0.0.1:6379", f"127.0.0.1:{live.server.port}"), encoding="utf-8"
-    )
-    assert output([sys.executable, str(source)]) == "49\n64\n"
+    source.write_text(program, encoding="utf-8")
+    printed = output([sys.executable, str(source)])
+    assert re.fullmatch(prints, printed), printed

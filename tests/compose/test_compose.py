@@ -80,6 +80,12 @@ def test_request_is_answered(stack: Project) -> None:
         assert answer.read() == b"49"
 
 
+def test_result_is_read_by_its_id_from_another_container(stack: Project) -> None:
+    request_id = stack("run", "--rm", "tools", "infer", "square", "8", "--enqueue").split()[-1]
+    assert request_id.startswith("square/")
+    assert stack("run", "--rm", "operator", "result", request_id).split()[-1] == "64"
+
+
 def test_operator_reads_and_changes_what_a_producer_may_not(stack: Project) -> None:
     def operate(*command: str) -> str:
         return stack("run", "--rm", "operator", *command)

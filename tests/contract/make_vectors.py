@@ -15,6 +15,7 @@ from typing import Final
 from contract.cases.batches import batches, settled
 from contract.cases.bodies import bodies, refused_bodies
 from contract.cases.columns import columns, packed_columns, refused_columns, stored_bodies
+from contract.cases.kept import kept_arguments, kept_ids, kept_owners, kept_records
 from contract.cases.notation import Case
 from contract.cases.packed import packed_requests, refused_in_packed, refused_packs
 from contract.cases.requests import delays, expirations, refused_requests, understood_requests, withdrawals
@@ -40,6 +41,12 @@ def files() -> dict[str, dict[str, list[Case]]]:
             "chunks": chunks(),
             "replies": replies(),
             "columns": result_columns(),
+        },
+        "kept.json": {
+            "arguments": kept_arguments(),
+            "records": kept_records(),
+            "ids": kept_ids(),
+            "owners": kept_owners(),
         },
         "batches.json": {"batches": batches(), "settled": settled()},
         "tensors.json": {

@@ -11,13 +11,16 @@ import msgpack
 import numpy as np
 import pytest
 
+from carpool.client.enqueued import RequestId
 from carpool.errors import INVALID_ARGUMENT, InvalidArgumentError
+from carpool.keys import Keys
 from carpool.messages.batches import BatchedRequest
 from carpool.messages.requests import JSON, MSGPACK, Run, SequencePart, SequencesEnd, Withdrawal
 from carpool.messages.results import Chunk, Refusal, Result, ResultColumns
 from carpool.messages.settled import BatchSettled, ExecutedOf, Failures, ModelProcessesChanged
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
+from carpool.store.kept import keep_arguments, owner_of_tenant, owner_prefix, state_in_record
 from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, decode_settled
 from carpool.wire.bodies import decode_body, encode_body
@@ -177,6 +180,46 @@ def columns_of(written: Case) -> ResultColumns:
     rows = Rows(as_bytes(written["row_head"]), data, len(data) // len(ids))
     measured = (written[name] for name in ("batch_size", "queue_us", "compute_us"))
     return ResultColumns(ids, written["content_type"], rows, *measured)
+
+
+# --- results by ID -----------------------------------------------------------------------------------------
+
+
+@cases("arguments", "kept.json")
+def test_script_that_keeps_a_result_is_called_as_in_the_vector(case: Case) -> None:
+    asked = case["request"]
+    keys, args = keep_arguments(
+        Keys("square"),
+        asked["id"],
+        asked["fingerprint"].encode(),
+        asked["known_ms"],
+        {},
+        as_bytes(asked["body"]),
+        result_ttl_ms=asked.get("result_ttl_ms"),
+        again_after_result=asked.get("again", False),
+    )
+    assert keys == case["keys"]
+    sent = [argument if isinstance(argument, bytes) else str(argument).encode() for argument in args]
+    assert sent == list(map(as_bytes, case["arguments"]))
+
+
+@cases("records", "kept.json")
+def test_record_is_read_as_in_the_vector(case: Case) -> None:
+    assert state_in_record(case["record"].encode()) == case["state"]
+
+
+@cases("ids", "kept.json")
+def test_id_is_read_as_in_the_vector(case: Case) -> None:
+    if case["model"] is None:
+        with pytest.raises(InvalidArgumentError, match="must be MODEL/CORRELATION_ID"):
+            RequestId.parse(case["id"])
+    else:
+        assert RequestId.parse(case["id"]) == (case["model"], case["correlation_id"])
+
+
+@cases("owners", "kept.json")
+def test_owner_is_named_as_in_the_vector(case: Case) -> None:
+    assert owner_prefix(owner_of_tenant(case["tenant"])) == case["begins_with"]
 
 
 # --- batches -----------------------------------------------------------------------------------------------

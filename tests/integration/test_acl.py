@@ -17,6 +17,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermission
 from carpool import AsyncClient, Client
 from carpool.errors import (
     AbortedError,
+    CancelledRequestError,
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
@@ -24,6 +25,8 @@ from carpool.errors import (
     UnavailableError,
 )
 from carpool.keys import Keys
+from carpool.store import batcher, bound, dead_letters, results, steps, upkeep, worker
+from carpool.store.connection import Script
 from carpool_cli import acl
 from carpool_cli.roles import ROLES
 from conftest import SERVERS, name_of
@@ -207,6 +210,75 @@ def test_gateway_infers_streams_and_keeps_results(no_denials: Secured) -> None:
     assert call(gateway.url, "POST", "/carpool/v1/models/nobody/infer", b"7").code == 404
     assert "Echo" in call(gateway.url, "GET", "/carpool/v1/models").json["models"]
     gateway.terminate()
+
+
+def test_requests_are_enqueued_and_read_by_id(no_denials: Secured, gate: Path, unique: str) -> None:
+    """Small and large ones, one that expires, and one that is cancelled."""
+    url, stack = no_denials.url("producer"), no_denials.stack
+    stack.redis.script_flush()
+    with Client(url, timeout=15) as client:
+        for body in (7, "x" * 20_000):
+            request_id = client.enqueue("Echo", body, result_ttl=60)
+            assert client.result(request_id) == body
+            assert client.status(request_id) == "done"
+        shown = run(no_denials, "admin", "result", client.enqueue("Echo", "for an operator"))
+        assert (shown.stdout, shown.stderr) == ('"for an operator"\n', "")
+        assert client.enqueue("Echo", 1, correlation_id=unique) == client.enqueue(
+            "Echo", 1, correlation_id=unique
+        )
+        model = block_worker(no_denials, gate)
+        waiting, expiring = client.enqueue(model, 1), client.enqueue(model, 1, timeout=0.2)
+        assert client.status(waiting) == "waiting"
+        client.cancel(waiting)
+        for request_id, kind in ((waiting, CancelledRequestError), (expiring, DeadlineExceededError)):
+            with pytest.raises(kind):
+                client.result(request_id)
+            assert client.status(request_id) == "failed"
+        gate.touch()
+    stack.wait_until_idle(model)
+
+
+def test_producer_may_not_do_more_with_records_than_it_needs(
+    secured: Secured, producer: Any, unique: str
+) -> None:
+    """It may write those of its own requests, and neither results nor settings."""
+    with Client(secured.url("producer"), timeout=15) as client:
+        request_id = client.enqueue("Echo", 1, correlation_id=unique)
+        assert client.result(request_id) == 1
+    keys = Keys("Echo")
+    if secured.rules == "7":  # with the others every command of a role works on each of its keys
+        with pytest.raises(NoPermissionError):
+            producer.xadd(keys.replies(unique), {"results": "forged"})
+    with pytest.raises(NoPermissionError):
+        producer.hset(keys.registration, "max_batch_size", 1)
+    with pytest.raises(NoPermissionError):
+        producer.delete(keys.replies(unique))
+
+
+SCRIPTS: Final = {
+    script.name: script
+    for module in (batcher, bound, dead_letters, results, steps, upkeep, worker)
+    for script in vars(module).values()
+    if isinstance(script, Script)
+}
+
+
+def test_producer_runs_no_script_but_the_one_that_enqueues(
+    secured: Secured, producer: Any, unique: str
+) -> None:
+    """Neither one of its own, which may not end, nor one of a service, with arguments that keep it busy."""
+    for command in (("EVAL", "while true do end", "0"), ("SCRIPT", "LOAD", "return 1"), ("SCRIPT", "FLUSH")):
+        with pytest.raises(NoPermissionError):
+            producer.execute_command(*command)
+    redis, keys = secured.stack.redis, Keys("Echo")
+    own = [keys.requests, keys.kept(unique), keys.replies(unique), keys.body(unique)]
+    assert {"dispatch", "refuse", "commit", "step", "lease", "admit"} <= SCRIPTS.keys()
+    for script in SCRIPTS.values():
+        assert redis.script_load(script.source) == script.sha
+        for given in ([], own):
+            with pytest.raises(ResponseError, match=r"can't run|permission"):
+                producer.evalsha(script.sha, len(given), *given, "", "", "1e18", "a" * 1000)
+    assert redis.exists(*own[1:]) == 0
 
 
 def test_producer_with_a_plain_redis_client(no_denials: Secured, producer: Any, unique: str) -> None:
@@ -613,12 +685,11 @@ FORBIDDEN: Final = {
         f"XADD {B} * a b", f"XADD {S} * a b", f"XADD {D} * a b", f"XREAD STREAMS {B} 0", f"XRANGE {B} - +",
         f"XREAD STREAMS {D} 0", f"XTRIM {B} MAXLEN 0", f"XTRIM {D} MAXLEN 0", f"XDEL {B} 1-1",
         f"XDEL {D} 1-1", f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >",
-        f"XGROUP DESTROY {B} {W}", f"XGROUP CREATE {R} g 0", f"XPENDING {B} {W}", f"SET {L} me", f"GET {L}",
+        f"XGROUP DESTROY {B} {W}", f"XPENDING {B} {W}", f"SET {L} me", f"GET {L}",
         f"ZADD {Z} 1 me", f"ZREM {Z} x", f"HGETALL {P}", f"HSET {P} answered:0 1", f"RPUSH {A} forged",
-        f"LRANGE {A} 0 -1", "INFO", "EVAL return(1) 0",
-        "EVALSHA 0000000000000000000000000000000000000000 0", "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
-        "ACL WHOAMI", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "SLOWLOG GET",
-        f"GET {T}", f"SET {T} x", f"GET {G}", f"GETRANGE {G} 0 1", f"UNLINK {G}", "SET carpool:x:body:x 1",
+        f"LRANGE {A} 0 -1", "ECHO x", "INFO", f"EVAL return(1) 1 {B}", "SCRIPT LOAD x", "CONFIG GET *",
+        "ACL LIST", "ACL WHOAMI", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "SLOWLOG GET",
+        f"GET {T}", f"SET {T} x", f"GETRANGE {G} 0 1", f"UNLINK {G}", "SET carpool:x:body:x 1",
         f"HGET {Q} state", f"HSET {Q} state x", f"DEL {Q}", f"ZRANGE {K} 0 -1", f"ZREM {K} x",
         "SCAN 0", "XAUTOCLAIM x y z 0 0", f"BLMOVE {A} another LEFT LEFT 1",
         "BLPOP another 1",
@@ -628,8 +699,8 @@ FORBIDDEN: Final = {
         f"XADD {B} * a b", f"XADD {S} * a b", f"XADD {D} * a b", f"XREAD STREAMS {B} 0", f"XRANGE {B} - +",
         f"XREAD STREAMS {D} 0", f"XTRIM {B} MAXLEN 0", f"XDEL {B} 1-1", f"XDEL {D} 1-1",
         f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >", f"SET {L} me", f"GET {L}",
-        f"ZADD {Z} 1 me", f"HGETALL {P}", f"HSET {C} max_batch_size 1", f"RPUSH {A} forged", "INFO",
-        "EVALSHA 0000000000000000000000000000000000000000 0", "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
+        f"ZADD {Z} 1 me", f"HGETALL {P}", f"HSET {C} max_batch_size 1", f"RPUSH {A} forged", "ECHO x", "INFO",
+        "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
         "ACL WHOAMI", "CLIENT LIST", "CLIENT KILL ID 1", f"GET {T}", f"SET {T} x", f"GETRANGE {G} 0 1",
         f"UNLINK {G}", f"HGET {Q} state", f"HSET {Q} state x", f"DEL {Q}", f"ZREM {K} x", "SCAN 0",
         f"EVAL return(1) 1 {B}",
@@ -648,7 +719,7 @@ FORBIDDEN: Final = {
         *READS_REQUESTS, f"XADD {R} * body 1", f"XDEL {R} 1-1", f"XREAD STREAMS {R} 0", f"XLEN {R}",
         f"XTRIM {R} MAXLEN 0", f"DEL {R}", f"SET {L} me", f"DEL {L}",
         f"XGROUP DESTROY {B} {W}", f"BLPOP {A} 1", "CONFIG GET *", "ACL LOAD",
-        "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"GET {T}", f"SET {T} x", f"SET {G} x",
+        "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"GET {T}", f"SET {T} x",
         "MULTI", "SCAN 0",
     ],
     "metrics": [
@@ -671,7 +742,8 @@ FORBIDDEN: Final = {
 FORBIDDEN_BY_SELECTORS: Final = {
     "producer": [
         f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
-        f"XADD {A} * a b", f"BLPOP {R} 1", f"SET {R} x", f"SET {A} x",
+        f"XADD {A} * a b", f"BLPOP {R} 1", f"SET {R} x", f"SET {A} x", f"GET {G}", f"XGROUP CREATE {R} g 0",
+        f"XGROUP CREATE {A} g 0", f"PEXPIRE {R} 1", f"PEXPIRE {G} 1", f"EVAL return(1) 1 {M}", f"SET {M} x",
     ],
     "gateway": [
         f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
@@ -686,7 +758,7 @@ FORBIDDEN_BY_SELECTORS: Final = {
     "worker": [f"XADD {B} * a b", f"DEL {B}", f"DEL {M}", f"XDEL {S} 1-1", f"HGETALL {M}", f"SADD {B} x",
         f"LPOP {A}", f"UNLINK {B}", f"GETRANGE {A} 0 1", f"HGETALL {Q}", f"ZRANGE {K} 0 -1",
         f"XRANGE {D} - +", "SMEMBERS carpool:models", "SREM carpool:models m", f"XREAD STREAMS {Y} 0",
-        f"XTRIM {B} MAXLEN 0", f"HSET {C} max_batch_size 1", f"HGETALL {C}",
+        f"XTRIM {B} MAXLEN 0", f"HSET {C} max_batch_size 1", f"HGETALL {C}", f"SET {G} x", f"SET {M} x",
     ],
     "metrics": [f"HGETALL {R}", f"EXISTS {R}", f"GET {L}"],
     "admin": [

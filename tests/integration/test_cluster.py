@@ -117,6 +117,12 @@ async def test_roles_have_the_permissions_that_they_need(cluster: RedisCluster, 
     with serve(cluster, tmp_path, models, users) as stack:
         async with AsyncClient(users["producer"], timeout=RESULTS_S) as client:
             await Load(client, models, 200).check()
+            sent = [client.enqueue(model, "text", correlation_id="same") for model in models]
+            ids = await asyncio.gather(*sent)
+            results = await asyncio.gather(*[client.result(request_id, RESULTS_S) for request_id in ids])
+            assert len(ids) == len(results) and len(set(results)) == 1  # a hash of ID and body
+            assert [await client.status(request_id) for request_id in ids] == ["done"] * len(models)
+            await client.cancel(ids[0])
         gateway = await asyncio.to_thread(stack.gateway)
         for model in models:
             path = f"/carpool/v1/models/{model}/infer"

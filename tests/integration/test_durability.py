@@ -24,6 +24,7 @@ from carpool.errors import (
 from carpool.keys import Keys
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import Link
+from carpool.store.kept import KEEP
 from carpool.store.worker import WorkerStore
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.waiting import Stopwatch, ample_ms, wait_until
@@ -111,6 +112,7 @@ async def test_replicas_have_what_is_accepted(primary: Server, replica: Server) 
 
 async def test_what_no_replica_has_is_unconfirmed(primary: Server, replica: Server, confirm_s: float) -> None:
     within = rf"0 of 1 replicas confirmed the request within {confirm_s:g} s"
+    primary.redis.script_load(KEEP.source)  # as a batcher does
     os.kill(replica.pid, signal.SIGSTOP)
     async with AsyncClient(primary.url, durability=REPLICA) as client:
         large = client.submit(MODEL, b"x" * 100_000)
@@ -118,12 +120,14 @@ async def test_what_no_replica_has_is_unconfirmed(primary: Server, replica: Serv
         for pending in (large, small):
             with pytest.raises(UnconfirmedError, match=within):
                 await pending
-        assert primary.waiting() == 2  # it was accepted all the same
+        with pytest.raises(UnconfirmedError, match="0 of 1 replicas confirmed"):
+            await client.enqueue(MODEL, 1)
+        assert primary.waiting() == 3  # it was accepted all the same
         os.kill(replica.pid, signal.SIGCONT)
         wait_until(lambda: primary.redis.wait(1, 100) == 1, description="the replica is back")
         pending = client.submit(MODEL, 2)
         await client.flush()
-        assert replica.waiting() == 3 and not pending.done()
+        assert replica.waiting() == 4 and not pending.done()
     await ends_without_result(pending)
 
 

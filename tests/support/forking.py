@@ -63,6 +63,7 @@ PRELOADED: Final = (
     "carpool_cli.top.command",
     "carpool_cli.tuning.simulate",
     "carpool_cli.tuning.tune",
+    "support.chaos.enqueuer",
     "support.chaos.producer",
 )
 

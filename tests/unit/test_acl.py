@@ -205,6 +205,7 @@ def test_selectors_give_each_command_its_own_keys() -> None:
 
 
 STORES: Final = {
+    "producer": (kept,),
     "gateway": (kept,),
     "batcher": (batcher, reader, results, upkeep),
     "worker": (worker, steps, bound, results, dead_letters),
@@ -287,7 +288,7 @@ def test_service_has_what_its_scripts_need_and_runs_all_that_grant_it_something(
         (key, name) for grant in ROLES[role] for key in grant.keys.split() for name in grant.commands.split()
     }
     assert of_scripts <= granted
-    assert {key for key, name in granted if name == "eval"} == {key for key, _ in of_scripts}
+    assert {key for key, name in granted if name == "evalsha"} == {key for key, _ in of_scripts}
 
 
 def source(module: ModuleType) -> str:

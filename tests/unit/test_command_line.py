@@ -70,7 +70,7 @@ def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str])
     ("arguments", "message"),
     [
         (["modles"], "did you mean models?"),
-        (["zzz"], "commands: up, infer, check, models, "),
+        (["zzz"], "commands: up, infer, result, check, models, "),
         (["up"], "MODEL"),
         (["up", "square", "--replcas", "2"], "did you mean --replicas?"),
         (["up", "square", "--replicas", "0"], "(or CARPOOL_REPLICAS) is '0': must be greater"),

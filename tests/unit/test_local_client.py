@@ -287,6 +287,18 @@ def test_a_waiting_program_uses_no_thread() -> None:
         assert (threads, threading.active_count()) == ([threading.get_ident()] * 2, before)
 
 
+def test_results_by_id_need_a_stack() -> None:
+    with LocalClient({"model": Model}) as client:
+        for call in (
+            lambda: client.enqueue("model", 1),
+            lambda: client.result("model/1", timeout=0),
+            lambda: client.status("model/1"),
+            lambda: client.cancel("model/1"),
+        ):
+            with pytest.raises(UnimplementedError, match="carpool_stack"):
+                call()
+
+
 # --- what models declare -----------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from carpool.model_settings import ModelKind, ModelSettings, PriorityPolicy
 
 COUNTS: Final = (
     *("max_batch_size", "max_queue_size", "max_queue_bytes", "max_body_bytes"),
-    *("max_expiration_ms", "result_ttl_ms", "stream_buffer", "reader_idle_ms"),
+    *("max_expiration_ms", "result_ttl_ms", "max_result_ttl_ms", "stream_buffer", "reader_idle_ms"),
 )
 OPTIONAL_COUNTS: Final = (
     *("max_batch_cost", "default_expiration_ms", "max_prefill_cost", "max_execution_ms"),
@@ -60,6 +60,7 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "policy",
         "target_latency_ms",
         "result_ttl_ms",
+        "max_result_ttl_ms",
         "max_prefill_cost",
         "stream_buffer",
         "reader_idle_ms",
@@ -379,6 +380,7 @@ TIGHTEST: dict[str, tuple[Any, Any, Any]] = {  # two workers' values, and what i
     "policy": ("eager", "deferred", "deferred"),  # as well
     "target_latency_ms": (None, 20, 20),
     "result_ttl_ms": (1000, 60_000, 60_000),
+    "max_result_ttl_ms": (1000, 60_000, 60_000),
     "max_prefill_cost": (None, 64, 64),
     "stream_buffer": (16, 256, 16),
     "reader_idle_ms": (1000, 10_000, 10_000),

@@ -25,6 +25,7 @@ class Asked(NamedTuple):
     timeout_s: float
     fields: Mapping[str, Any]
     correlation_id: str | None
+    result_ttl_ms: int | None = None  # how long the result is kept; None: as long as the model's
 
 
 def _whole(name: str, value: str) -> int:
@@ -50,6 +51,7 @@ def _flag(name: str, value: str) -> bool:
 _OPTIONS: Final[Mapping[bytes, tuple[str, Callable[[str, str], Any]]]] = {
     b"carpool-timeout-ms": ("timeout", _seconds),
     b"carpool-not-before-ms": ("not_before", _seconds),
+    b"carpool-result-ttl-ms": ("result_ttl", _seconds),
     b"carpool-priority": ("priority", _whole),
     b"carpool-lane": ("lane", _text),
     b"carpool-cost": ("cost", _whole),

@@ -13,6 +13,7 @@ awaited       requests without a result
 sinks         where values go: to futures, to a window in order, or to one array
 envelopes     sinks of front ends: results and chunks with the bytes of their bodies
 streams       where chunks go: to an iterator for each request
+enqueued      requests whose results any process reads by their IDs
 sequences     requests to a model that keeps a state between them
 reading       results -> values, for sinks
 retries       requests are sent again that ended with a status which may pass

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Self, Unpack
 import numpy as np
 
 from carpool.client.encoding import BodyEncoder, TensorHead, bodies_to_send
+from carpool.client.enqueued import EnqueuedRequests
 from carpool.client.entries import Channel, Encoded
 from carpool.client.lookup import POLL_S
 from carpool.client.options import (
@@ -41,6 +42,7 @@ from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, 
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
 from carpool.errors import CancelledRequestError, CarpoolError, InvalidArgumentError
 from carpool.messages.requests import MSGPACK
+from carpool.store.kept import State
 from carpool.wire.tensors import Array, to_bytes
 
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
@@ -83,6 +85,7 @@ class AsyncClient:
         self._values, self._replies = FutureSink(self._reader), ReplySink(self._reader)
         self._streams = StreamSink(self._reader)
         self._stream_lookups: set[asyncio.Task[None]] = set()
+        self._enqueued = EnqueuedRequests(self._producer, self._encoder, self._reader)
 
     def _new_producer(self, url: str | None, prefix: str | None, durability: str) -> Producer:
         """What sends its requests; a subclass may have another one."""
@@ -347,6 +350,42 @@ class AsyncClient:
         Raises DeadlineExceededError after `timeout` seconds, and says what is missing; None: never.
         """
         await self._producer.wait_ready(model, checked_timeout_s(timeout))
+
+    # --- results by ID, from any process -------------------------------------------------------------------
+
+    async def enqueue(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> str:
+        """Send a request whose result any process may read, and return its ID: MODEL/CORRELATION_ID.
+
+        Once this returns, Redis has the request, and nobody who had to do with it has to live any more.
+        Enqueued again under its `correlation_id`, it is executed once, as long as its result is kept; with
+        another body it is an InvalidArgumentError. Options are those of `infer`, but `timeout`, in which it
+        must be executed, is an hour by default, and there are no `retries`. `result_ttl`: seconds for which
+        the result is kept once it is there; by default the model's `result_ttl_ms`, a minute. The result of a
+        model that steps is its whole output; only `stream` has chunks.
+        """
+        return await self._enqueued.enqueue(model, body, options)
+
+    async def result(self, request_id: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
+        """The result of a request that was enqueued, by any process, as soon as it is there.
+
+        `timeout`: seconds; 0: only if it is there already; None: without a limit. It may be read as often as
+        wanted, by several at once. Raises the CarpoolError of the result's status, NotFoundError if the
+        request is unknown or its result is kept no longer, and NoResultError if it is not there in time.
+        """
+        return await self._enqueued.result(
+            request_id, timeout if timeout == 0 else checked_timeout_s(timeout)
+        )
+
+    async def status(self, request_id: str) -> State:
+        """What became of a request that was enqueued: "waiting", "in flight", "done" (its result is OK),
+        "failed" (any other status), "dead" (it was given up), or "unknown" (there is none, or its result is
+        kept no longer)."""
+        return await self._enqueued.state(request_id)
+
+    async def cancel(self, request_id: str) -> None:
+        """Withdraw a request that was enqueued. If it waits, or its model steps, its result is soon a
+        CancelledRequestError; else nothing happens. Raises NotFoundError."""
+        await self._enqueued.withdraw(request_id)
 
     # --- sending -------------------------------------------------------------------------------------------
 

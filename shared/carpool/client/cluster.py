@@ -15,7 +15,7 @@ from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
 from carpool.client.transport import Transport
 from carpool.cluster import slot_of
 from carpool.errors import UnavailableError
-from carpool.store.connection import CommandError, LinkError
+from carpool.store.connection import Argument, CommandError, LinkError
 
 _OPENING_PAUSE_S: Final = 0.2
 
@@ -108,8 +108,8 @@ class ClusterTransport:
         """As Transport.withdraw."""
         self._transports[channel].withdraw(channel, correlation_ids)
 
-    async def call_again(self, *command: str) -> Any:
-        """As Transport.call_again, for a command whose first argument is its key.
+    async def call_again(self, *command: Argument, key: str = "") -> Any:
+        """As Transport.call_again, for a command with this `key`, or whose first argument is its key.
 
         One without arguments goes to all nodes that are connected; the reply is that of one, or an error.
         """
@@ -119,7 +119,7 @@ class ClusterTransport:
             return (errors or replies)[0]
         while not self._closed:
             try:
-                transport = await self._transport_of(command[1])
+                transport = await self._transport_of(key or str(command[1]))
             except LinkError as error:
                 self._opening_error = error
                 await asyncio.sleep(with_jitter(_OPENING_PAUSE_S))

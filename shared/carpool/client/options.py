@@ -84,6 +84,8 @@ class RequestOptions(TypedDict, total=False):
     `retries`: how often the request is sent again if it ends with RESOURCE_EXHAUSTED, UNAVAILABLE or
         INTERNAL, after a pause that doubles each time; `timeout` is for all of it. Of `infer`, `request` and
         `submit`.
+    `result_ttl`: of `enqueue`, seconds for which the result is kept once it is there; by default the model's
+        `result_ttl_ms`. More than its `max_result_ttl_ms` counts as that.
     `sequence_id`, `sequence_start`, `sequence_end`, `sequence_index`: the sequence to which the request
         belongs, whether it is the first and the last one of it, and its number there, from 0. For programs
         in which each request of a sequence is sent by another process; `sequence()` sets them by itself.
@@ -100,10 +102,25 @@ class RequestOptions(TypedDict, total=False):
     fields: Mapping[str, bytes | str] | None
     not_before: float | None
     retries: int
+    result_ttl: float | None
     sequence_id: str | None
     sequence_start: bool
     sequence_end: bool
     sequence_index: int | None
+
+
+def result_ttl_ms(result_ttl_s: float | None) -> int | None:
+    """The option `result_ttl` in milliseconds; None if the model's setting decides. Raises
+    InvalidArgumentError."""
+    if result_ttl_s is None:
+        return None
+    number = seconds(result_ttl_s)
+    if number is not None and 0 < number <= TIMEOUT_MAX_S:  # false for NaN
+        return max(1, round(number * 1000))
+    raise InvalidArgumentError(
+        f"result_ttl: {_shown(result_ttl_s)} must be a number of seconds, more than 0 and at most "
+        f"{TIMEOUT_MAX_S}"
+    )
 
 
 def checked_timeout_s(timeout_s: float | None) -> float | None:
@@ -141,6 +158,10 @@ def optional_fields(options: RequestOptions, timeout_s: float | None) -> dict[st
     if unknown:
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     check_no_retries(options)
+    if "result_ttl" in options:
+        raise InvalidArgumentError(
+            "result_ttl: is an option of enqueue; other results go to who waits for them"
+        )
     fields: dict[str, Any] = {name: _sendable(name, value) for name, value in _given_fields(options)}
     if sum([len(name) + len(value) for name, value in fields.items() if type(value) is not int]) > (
         MAX_EXTRA_BYTES

@@ -12,14 +12,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 from carpool.address import without_password
+from carpool.backoff import with_jitter
 from carpool.client.durability import Durability
 from carpool.client.entries import MAX_ENTRY_REQUESTS, Channel
 from carpool.client.lookup import POLL_S, ModelLookup
@@ -33,11 +35,12 @@ from carpool.errors import (
     UnavailableError,
 )
 from carpool.keys import DEFAULT_PREFIX, Keys, models_key
-from carpool.store.connection import CommandError, LinkError
+from carpool.store.connection import Argument, CommandError, LinkError, Script
 from carpool.tls_files import check_tls_files
 
 T = TypeVar("T")
 
+_LOADED_PAUSE_S: Final = 0.1
 SERVED_S: Final = 1.0  # for which it holds that a worker serves a model
 _FORKED: Final = "this process was forked from the one that sent the request"
 
@@ -56,9 +59,10 @@ class Producer:
         self.url, self.prefix = _connection(url, prefix)
         self.channels: dict[str, Channel] = {}
         self.fails_inherited = True
-        self.packer = self._new_packer(Durability.parse(durability))
+        self.durability = Durability.parse(durability)
+        self.packer = self._new_packer(self.durability)
         self.timeout_s = timeout_s
-        self._models = ModelLookup(weakly(self._call), self.prefix)
+        self._models = ModelLookup(weakly(self.call), self.prefix)
         self._lookups: set[asyncio.Future[None]] = set()  # of models, under way
         self._opening: asyncio.Future[None] | None = None
         self._pid = os.getpid()  # of the process that has the connections
@@ -81,6 +85,8 @@ class Producer:
             _CONNECTED.add(self)
         self.packer.check_loop()
         opening = self._opening
+        if opening.done() and not opening.cancelled() and opening.exception() is None:
+            return
         try:
             await asyncio.shield(opening)
         except LinkError:
@@ -114,7 +120,7 @@ class Producer:
             await asyncio.wait(self._lookups)
             await asyncio.sleep(0)
         self.packer.send_collected()
-        await self._call("PING")  # replied to after all that was written before
+        await self.call("PING")  # replied to after all that was written before
 
     def on_fork(self) -> None:
         """This is the child of a fork, and the connections are its parent's. What awaits results on an event
@@ -134,6 +140,11 @@ class Producer:
     async def wait_ready(self, model: str, timeout_s: float | None) -> None:
         """Wait until a worker can execute requests of a model. Raises DeadlineExceededError."""
         await self._in_time(self._models.wait_ready(model, timeout_s), timeout_s)
+
+    async def check_registered(self, model: str) -> None:
+        """Raise CarpoolErrors unless the model is registered; one that a worker is loading is waited for."""
+        if model not in self.channels:
+            await self._in_time(self._models.batch_size(model, self.timeout_s), self.timeout_s)
 
     async def check_served(self, model: str, timeout_s: float | None) -> None:
         """Raise UnavailableError unless a worker serves a model now."""
@@ -168,20 +179,45 @@ class Producer:
             cause = self.packer.connection_cause()
             raise DeadlineExceededError(f"Redis did not reply within {timeout_s:g} s{cause}") from None
 
-    async def _call(self, *command: str) -> Any:
-        """Redis's reply to a command, which is repeated if a connection is lost. Raises UnavailableError."""
+    # --- commands ------------------------------------------------------------------------------------------
+
+    async def call(self, *command: Argument, key: str = "") -> Any:
+        """Redis's reply to a command, which is repeated if a connection is lost. `key`: of a cluster, one of
+        its keys, unless that is the first argument. Raises UnavailableError."""
+        reply = await self._reply(*command, key=key)
+        if isinstance(reply, CommandError):
+            raise failure(f"Redis rejected {command[0]!s}", reply)
+        return reply
+
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """As `call`, for a script that batchers load, because a producer may load none. If Redis does not
+        know it (yet, or any more), this waits for `timeout_s`."""
+        loop = asyncio.get_running_loop()
+        end_s = math.inf if self.timeout_s is None else loop.time() + self.timeout_s
+        while True:
+            reply = await self._reply("EVALSHA", script.sha, len(keys), *keys, *args, key=keys[0])
+            if not (isinstance(reply, CommandError) and reply.code == "NOSCRIPT"):
+                break
+            if loop.time() + _LOADED_PAUSE_S > end_s:
+                raise UnavailableError(
+                    f"no batcher has loaded the script {script.name} into Redis within {self.timeout_s:g} s: "
+                    "is one running?"
+                )
+            await asyncio.sleep(with_jitter(_LOADED_PAUSE_S))
+        if isinstance(reply, CommandError):
+            raise failure(f"Redis rejected the script {script.name}", reply)
+        return reply
+
+    async def _reply(self, *command: Argument, key: str = "") -> Any:
         transport = self.packer.transport
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self.connect()
-                reply = await transport.call_again(*command)
+                return await transport.call_again(*command, key=key)
         except TimeoutError:
             raise transport.connection_error or UnavailableError(
-                f"Redis did not reply to {command[0]} within {self.timeout_s:g} s"
+                f"Redis did not reply to {command[0]!s} within {self.timeout_s:g} s"
             ) from None
-        if isinstance(reply, CommandError):
-            raise failure(f"Redis rejected {command[0]}", reply)
-        return reply
 
 
 class ServedChannels:

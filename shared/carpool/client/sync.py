@@ -45,6 +45,7 @@ from carpool.client.sequences import BlockingSequence, SequenceProgress
 from carpool.client.sinks import Reply, ThreadFutureSink, fail_future
 from carpool.client.streams import Stream, StreamTarget
 from carpool.errors import InvalidArgumentError, UnavailableError
+from carpool.store.kept import State
 from carpool.wire.tensors import Array
 
 __all__ = ["AsyncClient", "Client", "Reply", "Stream"]
@@ -526,6 +527,31 @@ class Client:
         """Names of the registered models."""
         names: list[str] = self._wait(self._start(self._client.models(), self._own.timeout_s({})))
         return names
+
+    def enqueue(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> str:
+        """Send a request whose result any process may read, and return its ID; as AsyncClient.enqueue."""
+        found: str = self._wait(self._start(self._client.enqueue(model, body, **options), self._calls_s(3)))
+        return found
+
+    def result(self, request_id: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
+        """The result of a request that was enqueued, by any process; as AsyncClient.result."""
+        reading_s = self._calls_s(3)
+        limit_s = None if timeout is None or reading_s is None else timeout + reading_s
+        return self._wait(self._start(self._client.result(request_id, timeout), limit_s))
+
+    def status(self, request_id: str) -> State:
+        """What became of a request that was enqueued; as AsyncClient.status."""
+        found: State = self._wait(self._start(self._client.status(request_id), self._calls_s(2)))
+        return found
+
+    def cancel(self, request_id: str) -> None:
+        """Withdraw a request that was enqueued; as AsyncClient.cancel."""
+        self._wait(self._start(self._client.cancel(request_id), self._calls_s(3)))
+
+    def _calls_s(self, calls: int) -> float | None:
+        """How long so many calls of Redis may take."""
+        timeout_s = self._own.timeout_s({})
+        return None if timeout_s is None else calls * timeout_s
 
     def close(self) -> None:
         """Disconnect. Requests without a result fail with UnavailableError."""

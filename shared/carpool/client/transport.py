@@ -251,9 +251,9 @@ class Transport:
         self._enqueue_command(command, future)
         return future
 
-    async def call_again(self, *command: Argument) -> Any:
+    async def call_again(self, *command: Argument, key: str = "") -> Any:
         """As `call`, for a command that may be repeated: again and again, if a connection is lost meanwhile.
-        Raises UnavailableError if the client is closed."""
+        `key`: see ClusterTransport. Raises UnavailableError if the client is closed."""
         while True:
             try:
                 return await self.call(*command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from carpool.errors import OK
+from carpool.errors import ABORTED, OK
 from carpool.messages.batches import BatchedRequest, BatchedRun
 from carpool.messages.requests import JSON, Entry, Run, SequencePart
 from carpool.rows import Rows
@@ -32,6 +32,17 @@ class Result(NamedTuple):
     first_us: int | None = None
     warnings: Sequence[str] = ()
     version: str = ""
+
+
+# What the detail of the result of a request begins with that was given up.
+GIVEN_UP: Final = "given up, and kept as a dead letter"
+
+
+def state_of(result: Result) -> str:
+    """What became of the request that has this result: done, failed, or dead (it was given up)."""
+    if result.status == OK:
+        return "done"
+    return "dead" if result.status == ABORTED and (result.detail or "").startswith(GIVEN_UP) else "failed"
 
 
 class Chunk(NamedTuple):

@@ -22,7 +22,7 @@ from carpool.messages.batches import Batch, Dispatch, tickets_of_each
 from carpool.messages.requests import Entry, Run
 from carpool.messages.results import UNANSWERED, Refusal, Result
 from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
-from carpool.model_settings import ModelKind
+from carpool.model_settings import MAX_RESULT_TTL_MS, ModelKind
 from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, change_args, group_list_args, list_args
 from carpool.store.connection import Argument, CommandError, Link, Script
@@ -244,13 +244,15 @@ class BatcherStore:
         result_ttl_ms: int,
         arrivals: Sequence[TicketRange] = (),
         settings: str = "",
+        result_ttl_ms_max: int = MAX_RESULT_TTL_MS,
     ) -> DispatchReply:
         """Turn waiting requests into batches in flight. The rest of a partly dispatched entry is put back.
 
         One script, because batches share entries. It has a batch for each model process that can take one,
         and together they have at most what may wait, `max_queue_size` and `max_queue_bytes`.
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
-        `settings`: those that its worker needs (`ModelSettings.for_workers`).
+        `settings`: those that its worker needs (`ModelSettings.for_workers`). `result_ttl_ms_max`: how long a
+        result is kept at most, for requests that have records.
         Raises NotActiveError and ProcessLeftError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
@@ -267,7 +269,8 @@ class BatcherStore:
         model_fields: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         model_fields += ["settings", settings] if settings else []
         batches = [
-            self._batch_element(dispatch, indexes, model_fields, script_keys) for dispatch in dispatches
+            self._batch_element(dispatch, indexes, model_fields, script_keys, result_ttl_ms_max)
+            for dispatch in dispatches
         ]
         args: list[Argument] = [_arrivals_arg(arrivals), only_active_as]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
@@ -290,6 +293,7 @@ class BatcherStore:
         indexes: Mapping[Entry, int],
         model_fields: Sequence[Argument],
         script_keys: ScriptKeys,
+        result_ttl_ms_max: int,
     ) -> list[Any]:
         """A batch as `dispatch.lua` reads it, without its runs."""
         fields: list[Argument] = ["size", dispatch.size, "reason", dispatch.reason, *model_fields]
@@ -310,7 +314,20 @@ class BatcherStore:
         is_plain = self.kind is ModelKind.PLAIN
         sought = list(self._perhaps_answered(dispatch, script_keys)) if is_plain else ()
         entries = list(dict.fromkeys([indexes[run.entry] for run in dispatch.runs]))
-        return [entries, fields, sought, process, inbox]
+        records = [
+            number
+            for run in dispatch.runs
+            if run.reply_to is not None and run.reply_to == run.correlation_ids[0]
+            for number in (indexes[run.entry], script_keys.index(self.keys.kept(run.reply_to)))
+        ]
+        return [
+            entries,
+            fields,
+            sought,
+            process,
+            inbox,
+            *([[result_ttl_ms_max, *records]] if records else ()),
+        ]
 
     def _perhaps_answered(self, dispatch: Dispatch, script_keys: ScriptKeys) -> Iterator[int | str]:
         """The requests that may have been sent again, and have results: their producers chose their IDs, and

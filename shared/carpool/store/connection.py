@@ -97,6 +97,9 @@ def _keepalive(scheme: str) -> dict[str, Any]:
     return {"socket_keepalive": True, "socket_keepalive_options": options}
 
 
+_NOT_FOR_PRODUCERS: Final = "redis.call('ECHO', '')\n"
+
+
 def lua_source(file: str) -> str:
     """The text of a file in `store/lua`."""
     return (resources.files("carpool.store") / "lua" / f"{file}.lua").read_text("utf-8")
@@ -107,12 +110,17 @@ class Script:
 
     `after` names the files with the functions that it uses, each after those that it depends on. The script
     is all these files and its own, concatenated, because scripts in Redis cannot import.
+
+    Whoever has EVALSHA, as producers have, may run any script that Redis knows, with arguments of their own.
+    So each begins with a command that they may not use, unless it is `for_producers`: else arguments could
+    keep it busy for hours.
     """
 
-    def __init__(self, name: str, *, after: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, *, after: Sequence[str] = (), for_producers: bool = False) -> None:
         self.name: Final = name.rpartition("/")[2]
         self.files: Final = (*after, name)
-        self.source: Final = "".join(map(lua_source, self.files))
+        guard = "" if for_producers else _NOT_FOR_PRODUCERS
+        self.source: Final = guard + "".join(map(lua_source, self.files))
         self.sha: Final = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 

@@ -46,10 +46,14 @@ class DeadLetters:
     def replay(self, letter: KeptDeadLetter) -> bool:
         """Send its request again under the same correlation ID, and delete it. False: someone else did.
 
-        All at once or not at all. A transaction and no script, so that the role admin needs none. What nobody
-        has read of its result is deleted, so that who reads gets the new one.
+        All at once or not at all, in a transaction. What nobody has read of its result is deleted, and so is
+        a result that is read by name: who reads gets the new one.
         """
-        result = () if "reply_to" in letter.fields else (("DEL", self._keys.result(letter.correlation_id)),)
+        result: tuple[tuple[Argument, ...], ...] = ()
+        if "reply_to" not in letter.fields:
+            result = (("DEL", self._keys.result(letter.correlation_id)),)
+        elif letter.text("reply_to") == letter.correlation_id:
+            result = (("XTRIM", self._keys.replies(letter.correlation_id), "MAXLEN", 0),)
         while True:
             self._link.call("WATCH", self._keys.dead)
             found = self._link.call("XRANGE", self._keys.dead, letter.id, letter.id)

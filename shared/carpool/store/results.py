@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Self
 from carpool.errors import OK
 from carpool.keys import Keys
 from carpool.messages.batches import Batch, BatchedRequest, tickets_of_each
-from carpool.messages.results import Result, ResultColumns, RunResults
+from carpool.messages.results import Result, ResultColumns, RunResults, state_of
 from carpool.messages.sequences import SequenceChange
 from carpool.messages.settled import NOT_EXECUTED, Executed
 from carpool.rows import Rows
@@ -37,7 +37,7 @@ WITHHELD_BYTES: Final = 1024 * 1024  # in one part; one script delivers about 8 
 WITHHELD_RESULTS: Final = 1000  # in one part
 PROGRESS_TTL_MS: Final = 24 * 3600 * 1000
 # The files that every script that delivers results needs.
-DELIVER_IN_ORDER: Final = ("arguments", "deliver", "ordering/tickets", "ordering/order")
+DELIVER_IN_ORDER: Final = ("arguments", "record", "deliver", "ordering/tickets", "ordering/order")
 
 _ANSWER: Final = Script("answer", after=("ownership", *DELIVER_IN_ORDER, "sequence", "statistics"))
 RELEASE: Final = Script("ordering/release", after=DELIVER_IN_ORDER)
@@ -213,8 +213,9 @@ def result_groups(
     yield from _unordered_groups(keys, script_keys, unordered)
     for stream, with_tickets in in_order.items():
         key = script_keys.index(keys.replies(stream))
+        kind = _kind_of(stream, [result for _, result in with_tickets])
         for ranges, payload in _ordered_payloads(_successive(with_tickets)):
-            yield key, "stream", ranges, payload
+            yield key, kind, ranges, payload
     yield from _columns_groups(keys, script_keys, columns)
 
 
@@ -225,6 +226,7 @@ def alike_groups(
     results for lists of their own: the script itself writes the envelope of each, in about 3 us."""
     in_lists: list[Group] = []
     elements: dict[str, list[bytes]] = {}  # by reply stream
+    named: set[str] = set()  # those that have the name of a request
     for reply_to, correlation_ids, result in alike:
         if reply_to is None:
             before_id = keys.result("")
@@ -235,11 +237,21 @@ def alike_groups(
         else:
             of_stream = elements.setdefault(reply_to, [])
             of_stream += encode_alike(result, correlation_ids)
+            if reply_to == correlation_ids[0]:
+                named.add(reply_to)
     streams: list[Group] = []
     for reply_to, of_stream in elements.items():
         payload = b"".join([encode_array_head(len(of_stream)), *of_stream])
-        streams.append((script_keys.index(keys.replies(reply_to)), "stream", "", payload))
+        kind = "failed" if reply_to in named and len(of_stream) == 1 else "stream"
+        streams.append((script_keys.index(keys.replies(reply_to)), kind, "", payload))
     return streams, in_lists
+
+
+def _kind_of(reply_to: str, results: Sequence[Result]) -> str:
+    """The kind of these results for a reply stream, as `deliver.lua` has it: the state of the request, if it
+    is one whose name the stream has."""
+    is_named = len(results) == 1 and results[0].correlation_id == reply_to
+    return state_of(results[0]) if is_named else "stream"
 
 
 def _unordered_groups(
@@ -253,7 +265,7 @@ def _unordered_groups(
         else:
             key = script_keys.index(keys.replies(reply_to))
             for chunk in _limited_chunks(results):
-                yield key, "stream", "", encode_results(chunk)
+                yield key, _kind_of(reply_to, chunk), "", encode_results(chunk)
 
 
 class _Part(NamedTuple):

@@ -15,7 +15,7 @@ from carpool.clock import RedisClock
 from carpool.errors import OK
 from carpool.keys import Keys
 from carpool.messages.batches import Batch
-from carpool.messages.results import Chunk, DeadLetter, Result
+from carpool.messages.results import Chunk, DeadLetter, Result, state_of
 from carpool.messages.settled import Failures, Streamed
 from carpool.model_settings import DEAD_LETTERS_MAX
 from carpool.store.arguments import ScriptKeys
@@ -26,7 +26,7 @@ from carpool.store.worker import Progress
 from carpool.wire.batches import encode_dead_letter, encode_streamed, failures_fields
 from carpool.wire.results import encode_chunk, encode_chunk_envelope, encode_envelope, encode_result
 
-_STEP: Final = Script("step", after=("deliver", "statistics"))
+_STEP: Final = Script("step", after=("record", "deliver", "statistics"))
 _HAND_OVER: Final = Script("hand_over", after=("ownership",))
 _ARGS_BEFORE_FINALS: Final = 4  # of `step.lua`
 _HANDED_OVER_IDLE_MS: Final = 7 * 24 * 3600 * 1000  # longer than any lease
@@ -111,6 +111,8 @@ class StepStore:
             target, kind, encode = self._keys.result(correlation_id), "list", encode_chunk
         else:
             target, kind, encode = self._keys.replies(reply_to), "stream", encode_chunk_envelope
+            if result is not None and reply_to == correlation_id and not batch.stream:
+                kind = state_of(result)
         element: list[Any] = [
             batch.id,
             batch.epoch,

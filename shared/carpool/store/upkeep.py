@@ -42,6 +42,11 @@ class Upkeep:
         """Why Redis may discard what it has accepted; empty if it does not, as far as is known."""
         return eviction_warning(self._link)
 
+    def load_script(self, script: Script) -> CommandError | None:
+        """Have Redis know a script that others run by its hash. Returns why it does not."""
+        (reply,) = self._link.call_many(("SCRIPT", "LOAD", script.source))
+        return reply if isinstance(reply, CommandError) else None
+
     def hold_leases(self, models: Sequence[Keys], lease_ms: int) -> list[bool | CommandError]:
         """Become or stay the one active batcher of these models; `lease_ms` 0 gives the leases back."""
         replies = self._link.run_many(_LEASE, [((keys.batcher,), (self._name, lease_ms)) for keys in models])

@@ -109,6 +109,15 @@ def freeze_model_process(run: Run) -> None:
     run.settles()
 
 
+def replace_version(run: Run) -> None:
+    """Workers of a new version are started beside those of the old one, which then are terminated."""
+    run.begin_version()
+    for old in list(run.workers):
+        run.replace(old)
+        old.terminate(30)
+    run.settles()
+
+
 def kill_producer(run: Run) -> None:
     victim = run.random.choice(run.producers)
     victim.kill()
@@ -246,8 +255,8 @@ def anything(run: Run) -> None:
 
 
 MIXED: Final = (
-    kill_batcher, freeze_batcher, kill_worker, freeze_worker, kill_model_process, kill_producer,
-    kill_connections, flush_scripts, fill_memory, fill_disk, set_clocks,
+    kill_batcher, freeze_batcher, kill_worker, freeze_worker, kill_model_process, replace_version,
+    kill_producer, kill_connections, flush_scripts, fill_memory, fill_disk, set_clocks,
 )  # fmt: skip
 
 FAULTS: Final[dict[str, Fault]] = {
@@ -259,6 +268,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "a worker is terminated": Fault(terminate_worker, WORKER_S),
     "a model process is killed": Fault(kill_model_process, PROCESS_S),
     "a model process stands still (max_execution_ms 1000)": Fault(freeze_model_process, 1 + PROCESS_S),
+    "a new version of the model takes over": Fault(replace_version, WORKER_S),
     "a producer is killed, and sends again": Fault(kill_producer, None),
     "a producer at ten times the pace": Fault(flood, None),
     "Redis is killed, appendfsync always": Fault(restart_redis, CONNECTION_S, always_on_disk=True),

@@ -24,7 +24,8 @@ Written by `make chaos CHAOS=--write`, which anyone can repeat.
 
 Each run has a real Redis, two batchers, two workers with a lease of {lease} s, and {producers} producers:
 processes that send requests in every form which the protocol has, and send again, under the same
-correlation ID, what Redis did not confirm. The model answers with a hash of correlation ID and body, so that
+correlation ID, what Redis did not confirm. One more enqueues, and at the end another process reads the
+results of its requests by their IDs. The model answers with a hash of correlation ID and body, so that
 a result that went to another request shows. A fault is inflicted at a random moment, several times in a run.
 Then the load ends, and every request is looked for: the history of what was sent is in files of the
 producers, not in Redis.

@@ -11,12 +11,15 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from redis import RedisError
 
+from carpool import Client
+from carpool.errors import CarpoolError, NoResultError, NotFoundError
 from carpool.keys import Keys
-from support.chaos.producers import ProducerProcess
+from support.chaos.producers import ENQUEUER, ProducerProcess
 from support.chaos.servers import Servers, ServersOf, alone
 from support.checker import Checker, Report
 from support.hostile import HOSTILE, HostileProducer
 from support.load import collect
+from support.models.hashing import digest
 from support.stack import Service, Stack, fixed_keys
 from support.waiting import Stopwatch, wait_until
 
@@ -61,7 +64,7 @@ class Run:
         self.home = home
         self.random = random.Random(seed)
         self.recoveries_s: list[float] = []
-        self._probes = 0
+        self._probes, self._versions = 0, 1
         self.workers = [self._new_worker() for _ in range(2)]
         self.batchers = [stack.batcher() for _ in range(2)]
         stack.wait_for_model(MODEL, workers=2)
@@ -70,7 +73,8 @@ class Run:
             servers.producers_url, KEYS, requests=HOSTILE_REQUESTS, pause_s=HOSTILE_PAUSE_S
         )
         self.hostile.start()
-        self.producers = [self.new_producer(f"p{number}") for number in range(PRODUCERS)]
+        self._enqueuer = ProducerProcess(servers.clients_url, MODEL, f"p{PRODUCERS}", home, program=ENQUEUER)
+        self.producers = [self.new_producer(f"p{number}") for number in range(PRODUCERS)] + [self._enqueuer]
         for producer in self.producers:
             producer.wait_for_more(1)
         self.wait_for_load()
@@ -93,6 +97,11 @@ class Run:
         """Start another service in place of one that was killed."""
         of = self.batchers if service in self.batchers else self.workers
         of[of.index(service)] = self.stack.batcher() if of is self.batchers else self._new_worker()
+
+    def begin_version(self) -> None:
+        """Workers that are started from now on have another version of the model."""
+        self._versions += 1
+        self.servers.environment["worker"]["VERSION"] = str(self._versions)
 
     def any_worker(self) -> Service:
         """One of the workers, with a batch."""
@@ -159,10 +168,24 @@ class Run:
         is_idle = _is_idle(self.stack)
         collect(self.stack, MODEL, _WithoutProbes(checker), reply_to=self.replies)
         left_over = [] if is_idle else ["requests that wait or are in flight"]
+        left_over += self._not_read_by_id()
         left_over += sorted(self.stack.keys_without_ttl() - fixed_keys(MODEL) - {KEYS.overrides})
         if self.stack.pending(MODEL):
             left_over.append("pending batches")
         return Outcome(checker.report(), self.recoveries_s, self._memory(), left_over)
+
+    def _not_read_by_id(self) -> list[str]:
+        """Read the results of what was enqueued, from this process. Returns which are not there, or wrong."""
+        confirmed, wrong = self._enqueuer.confirmed(), []
+        with Client(self.servers.clients_url, timeout=SETTLE_S_MAX) as client:
+            for name, payload in confirmed.items():
+                try:
+                    is_right = client.result(f"{MODEL}/{name}", timeout=0) == digest(name, payload)
+                except CarpoolError as error:  # one that a full queue refused has a result, too
+                    is_right = not isinstance(error, NotFoundError | NoResultError)
+                if not is_right:
+                    wrong.append(name)
+        return [f"{len(wrong)} results by ID, as {wrong[0]}"] if wrong else []
 
     def _memory(self) -> dict[str, float]:
         redis = self.stack.redis.info("memory")["used_memory_peak"] / MIB

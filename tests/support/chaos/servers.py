@@ -36,6 +36,11 @@ class Servers:
     proxy: Proxy | None = None
     fail_over: Callable[[], None] | None = None
 
+    @property
+    def clients_url(self) -> str:
+        """What clients of Carpool connect to, which know Sentinels and clusters, as services do."""
+        return self.environment["worker"].get("CARPOOL_REDIS_URL", self.producers_url)
+
 
 ServersOf = Callable[[Path], AbstractContextManager[Servers]]
 

@@ -3,6 +3,8 @@
 --   kind 'list'     RPUSH an envelope on the result's own list
 --   kind 'stream'   XADD one entry, field `results`, on a reply stream; entries older than the TTL are trimmed
 --   kind 'columns'  the same, with a field `columns`
+--   kind 'done', 'failed', 'dead'  as 'stream', the one result of a request whose name the stream has. If there is a
+--                   record of it (record.lua), that has this state then, and the result is kept as long as it says
 -- If a producer made the key another type, or used up the stream's IDs, its result is dropped. An error would also
 -- stop the rest of the script, and so cost other producers their results.
 --
@@ -12,11 +14,15 @@
 -- emptied.
 -- GRANT batcher,worker result rpush pexpire
 -- GRANT batcher,worker replies xadd pexpire
+local STATES = { done = true, failed = true, dead = true }
 local started_ms  -- a script asks for the time once, not for each of its streams
 local function deliver(key, kind, payload, ttl_ms)
   local reply
+  local record = STATES[kind] and find_record(key)
   if kind == 'list' then
     reply = redis.pcall('RPUSH', key, payload)
+  elseif record then  -- in place of an earlier result: its dead letter was sent again
+    reply = redis.pcall('XADD', key, 'MAXLEN', 1, '*', 'results', payload)
   else
     started_ms = started_ms or tonumber(redis.call('TIME')[1]) * 1000
     reply = redis.pcall('XADD', key, 'MINID', '~', string.format('%.0f', started_ms - ttl_ms), '*',
@@ -26,7 +32,7 @@ local function deliver(key, kind, payload, ttl_ms)
     if string.find(reply.err, 'WRONGTYPE', 1, true) or string.find(reply.err, 'exhausted', 1, true) then return end
     error(reply.err)
   end
-  redis.call('PEXPIRE', key, ttl_ms)
+  redis.call('PEXPIRE', key, record and settle_record(record, kind, ttl_ms) or ttl_ms)
   return reply
 end
 

@@ -29,6 +29,8 @@
 --       1 indexes of its entries  2 its other fields and their values
 --       3 requests that may have been sent again: for each the index in KEYS of its result, and its correlation ID
 --       4 the process that executes it, '' if it is any  5 index in KEYS of the inbox of that process
+--       6 absent, or for requests that have records (record.lua): how long the model keeps a result at most (ms), then
+--         for each the index of its entry, and the index in KEYS of the record
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written
 --       | 'PROCESS_LEFT' if one of these processes has left: nothing was written. Else
 --         { IDs of missing entries },
@@ -66,7 +68,7 @@ for p = 1, tonumber(take()) do
   end
 end
 
-local ENTRIES, FIELDS, PERHAPS_ANSWERED, PROCESS, INBOX = 1, 2, 3, 4, 5
+local ENTRIES, FIELDS, PERHAPS_ANSWERED, PROCESS, INBOX, RECORDS = 1, 2, 3, 4, 5, 6
 local batch_ids, is_answered = {}, answered_reader()
 for b, batch in ipairs(cmsgpack.unpack(take())) do
   local entries, fields, sought = batch[ENTRIES], batch[FIELDS], batch[PERHAPS_ANSWERED]
@@ -92,6 +94,10 @@ for b, batch in ipairs(cmsgpack.unpack(take())) do
     end
     batch_ids[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
     if batch[PROCESS] ~= '' then tell_process(KEYS[batch[INBOX]], 'batch', batch_ids[b]) end
+  end
+  local records = batch[RECORDS] or {}
+  for r = 2, #records, 2 do
+    if not is_missing[records[r]] then mark_in_flight(KEYS[records[r + 1]], records[1]) end
   end
 end
 

@@ -16,7 +16,7 @@
 --       5 statistics   6.. lists and reply streams, stored bodies
 -- ARGV  1 consumer  2 maximum length of `settled`, 3 of `dead`  4 requests, a msgpack array  5.. final envelopes
 -- A request is an array:
---       1 batch ID  2 epoch  3 index in KEYS of its list or reply stream  4 kind, 'list' or 'stream'  5 result TTL
+--       1 batch ID  2 epoch  3 index in KEYS of its list or reply stream  4 kind: see deliver.lua  5 result TTL
 --       (ms)
 --       6 number of chunks written before  7 envelopes of its chunks  8 fields and values of its progress that have
 --       them, as another process needs them  9 TTL of its progress (ms), 0 to leave it as it is  10 execution time
@@ -77,7 +77,7 @@ local function write(request, envelope)
   end
   local of_stream = streams[key]
   if not of_stream then
-    of_stream = { ttl_ms = ttl_ms }
+    of_stream = { kind = request[KIND], ttl_ms = ttl_ms }
     streams[key] = of_stream
     stream_keys[#stream_keys + 1] = key
   end
@@ -167,7 +167,7 @@ end
 
 for _, key in ipairs(stream_keys) do
   local envelopes = streams[key]
-  deliver(key, 'stream', array_head(#envelopes) .. table.concat(envelopes), envelopes.ttl_ms)
+  deliver(key, envelopes.kind, array_head(#envelopes) .. table.concat(envelopes), envelopes.ttl_ms)
 end
 
 local replies = {}
