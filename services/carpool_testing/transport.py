@@ -24,8 +24,8 @@ from carpool_testing.models import Models, new_engine
 ADDRESS: Final = "models in this process"
 _URL: Final = "redis://localhost"  # never connected to
 _NO_REDIS: Final = (
-    "results by ID (enqueue, result, status, cancel) are kept in Redis, which there is none of here: test them "
-    "with a stack, such as that of the fixture carpool_stack"
+    "results by ID (enqueue, result, status, cancel) are in Redis, and there is none here: test them with "
+    "a stack, such as that of the fixture carpool_stack"
 )
 
 

@@ -645,10 +645,20 @@ def test_small_demo_succeeds(tmp_path: Path) -> None:
 # --- loading a changed file again
 
 
-def test_reload_serves_a_changed_file_and_keeps_the_old_one_after_an_error(tmp_path: Path) -> None:
-    model = tmp_path / "model.py"
-    model.write_text("def answer(batch):\n    return [1 for _ in batch]\n")
-    with up(tmp_path, "model.py:answer", "--reload", "--no-gateway") as stack, Client(stack.url) as client:
+def test_reload_serves_changed_files_and_keeps_the_old_model_after_an_error(tmp_path: Path) -> None:
+    """Given a model and the TOML file that declares it."""
+    model, declared = tmp_path / "model.py", tmp_path / "answer.toml"
+    program = (
+        "class Answer:\n"
+        "    def load(self, device, *, value: int):\n"
+        "        self.value = value\n"
+        "    def predict(self, batch):\n"
+        "        return [self.value for _ in batch]\n"
+    )
+    declaration = 'object = "model.py:Answer"\n[parameters]\nvalue = '
+    model.write_text(program)
+    declared.write_text(f"{declaration}1\n")
+    with up(tmp_path, "answer.toml", "--reload", "--no-gateway") as stack, Client(stack.url) as client:
         assert client.infer("answer", 0) == 1
         model.write_text("def answer(batch):\n    return [2 for _ in\n")
         stack.wait_for("answer is not loaded again: ")
@@ -656,8 +666,11 @@ def test_reload_serves_a_changed_file_and_keeps_the_old_one_after_an_error(tmp_p
         model.write_text("raise OSError('no weights')\n")
         stack.wait_for("answer cannot be loaded again")
         assert "no weights" in stack.text() and client.infer("answer", 0) == 1
+        declared.write_text(declaration)
+        stack.wait_for("answer.toml is not a TOML file")
         futures = [client.submit("answer", 0) for _ in range(100)]
-        model.write_text("def answer(batch):\n    return [33 for _ in batch]\n")
+        model.write_text(program)
+        declared.write_text(f"{declaration}33\n")
         stack.wait_for("answer is served from the changed file")
         wait_until(lambda: client.infer("answer", 0) == 33, description="the old worker has left")
         assert {future.result() for future in futures} <= {1, 33}
