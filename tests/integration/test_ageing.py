@@ -76,7 +76,7 @@ def test_an_async_process_is_replaced_between_its_executions(
     too, and has a parameter that no pipe takes at once. The first process has no space beside it on a GPU."""
     name, salt = f"Async-{device[:3]}", tmp_path / "salt"
     salt.write_text("x" * 1_000_000)
-    stack.worker("ageing.py:Renewed")
+    stack.worker("Inner=ageing.py:Renewed")
     spec = f"{name}=ageing.py:RenewedAsync"
     worker = stack.worker(spec, "--device", device, "--param-file", f"salt={salt}", "--http-port", "0")
     results: list[list[int]] = []

@@ -41,7 +41,7 @@ class RenewedAsync:
         metrics.counter("begun", "Requests whose execution began").inc(len(batch))
         self.batches += 1
         together = self.batches
-        answers = [await client.infer("Renewed", body) for body, client in zip(batch, clients, strict=True)]
+        answers = [await client.infer("Inner", body) for body, client in zip(batch, clients, strict=True)]
         self.batches -= 1
         metrics.counter("ended", "Requests whose execution ended").inc(len(batch))
         return [[os.getpid(), together, answer, len(self.salt)] for answer in answers]
