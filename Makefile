@@ -10,7 +10,7 @@ JOBS   ?= 5
 PIP    := $(BIN)/pip install --no-compile --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lock audit bench http fuzz profile soak chaos clean
+.PHONY: help install demo test check docs lock audit bench http fuzz profile soak chaos clean
 
 help: ## List these targets
 	@printf 'Usage: make TARGET [PYTHON=python3.12]\n\n'
@@ -31,6 +31,9 @@ check: install ## Check style, format, types, and imports between layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: install ## Write the reference of the Python interface, from its docstrings, into build/docs
+	@cd tests && ../$(BIN)/python -m support.reference ../build/docs
 
 # The interpreter for all systems is the one of .venv, unless PYTHON is given. The grid runs in ops/bench.
 GRID    = cd ops/bench && ../../$(BIN)/python -m

@@ -3,7 +3,8 @@
     leases      twice a second, of all models: which are registered, which leases this batcher holds;
                 and the script with which producers enqueue is loaded, in case Redis has lost it
     compare     four times a second, each busy model: with a snapshot of its state in Redis; of the idle
-                ones a few at a time, so that each is compared every 3 s
+                ones a few at a time, so that each is compared every 3 s; an entry of `settled`, as
+                `carpool config` writes one, makes a model busy at once
     read        wait for entries of any model, or until one is due
     turn        each model for which something arrived, or that is due: decide and act
 

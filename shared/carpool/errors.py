@@ -36,16 +36,22 @@ _CODES: Final[Mapping[str, tuple[int, int]]] = {
     UNAVAILABLE: (503, 14),
 }
 HTTP_STATUS: Final[Mapping[str, int]] = {status: http for status, (http, _) in _CODES.items()}
+"""The status code of HTTP for each status, as the gateway has it: `HTTP_STATUS.get(error.status, 500)`."""
 GRPC_CODE: Final[Mapping[str, int]] = {status: grpc for status, (_, grpc) in _CODES.items()}
+"""The code of gRPC for each status, as in google.rpc.Code: `GRPC_CODE.get(error.status, 13)`."""
 
 
 class CarpoolError(Exception):
-    """A request failed: the status of its result is not OK, or no result came. `detail` is for a person.
+    """A request failed: the status of its result is not OK, or no result came.
 
-    `request_index`: of one that a model raises, the only request that it concerns, by its place in the batch.
+    `detail`: a sentence for a person, which names the field that is wrong, or says what to do.
+    `correlation_id`: that of the request; None if it has none yet.
+    `request_index`: of one that a model raises, the only request that it concerns, by its place in the batch
+        (from 0); None: it concerns all of them.
     """
 
     status = INTERNAL
+    """The status, a name as in gRPC. A class has one, but for errors of models that call others."""
     request_index: int | None = None
 
     def __init__(self, detail: str, *, correlation_id: str | None = None) -> None:

@@ -400,6 +400,11 @@ def test_documents_for_users_are_in_the_readme() -> None:
     assert not missing, f"README.md, Where to read on: it lacks {', '.join(missing)}"
 
 
+def test_index_of_the_documents_has_each_page_once() -> None:
+    named = re.findall(r"\]\((\w+\.md)\)", read("docs/README.md"))
+    compare("docs/README.md", named, {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"})
+
+
 def test_targets_in_the_documents_exist() -> None:
     makefile = read("Makefile")
     targets = re.findall(r"^([a-z]+):", makefile, re.MULTILINE)

@@ -56,7 +56,7 @@ class Dispatcher:
         self._overtaken = 0  # batches dispatched before one that came first, but had to wait for a process
         self._is_held_up = False  # full batches wait until that one is dispatched
 
-    def choose_policy(self, custom: CustomPolicy | None) -> None:
+    def settings_changed(self, custom: CustomPolicy | None) -> None:
         """The settings or the custom policy changed."""
         if custom is not None:
             self._policy = Custom(self._applied, self._queue, custom)

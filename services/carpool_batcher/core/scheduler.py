@@ -138,7 +138,7 @@ class Scheduler:
     @custom_policy.setter
     def custom_policy(self, policy: CustomPolicy | None) -> None:
         self._custom_policy = policy
-        self._dispatcher.choose_policy(policy)
+        self._dispatcher.settings_changed(policy)
 
     @property
     def kind(self) -> ModelKind:
@@ -155,7 +155,7 @@ class Scheduler:
         is_stepping = kind is ModelKind.STEPPING
         self._applied.usual_size = self.learned.costs.usual_size(settings.max_batch_cost) or NO_LIMIT
         self._applied.update(settings, kind)
-        self._dispatcher.choose_policy(self._custom_policy)
+        self._dispatcher.settings_changed(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000

@@ -28,6 +28,7 @@ cluster       a transport for each hash slot that has models
 
 from carpool.client.aio import AsyncClient
 from carpool.client.on_behalf import AsyncRequestClient, RequestClient
+from carpool.client.options import RequestOptions
 from carpool.client.sequences import AsyncSequence, BlockingSequence
 from carpool.client.sinks import Reply
 from carpool.client.streams import AsyncStream, Stream
@@ -42,5 +43,6 @@ __all__ = [
     "Client",
     "Reply",
     "RequestClient",
+    "RequestOptions",
     "Stream",
 ]

@@ -53,7 +53,10 @@ class AsyncClient:
 
     `url`: the address of Redis, with all that it takes to sign in. Without it, the settings of services and
         commands are used: CARPOOL_REDIS_URL, CARPOOL_REDIS_USER, CARPOOL_REDIS_PASSWORD_FILE, ...
-    `timeout`: seconds until a request fails, for requests without their own `timeout`; None for no limit.
+    `prefix`: what the names of all keys in Redis begin with; by default that of CARPOOL_PREFIX, or "carpool".
+    `timeout`: seconds until a request fails, for requests without their own `timeout`: 30 by default, None
+        for no limit. It begins with the call, and is for all of it: until Redis has the request, it is
+        executed, and its result, or the last chunk of its stream, is here.
     `durability`: when a request counts as accepted. "none": when Redis has it in memory; "replicas=N": when N
         replicas have it, too; "fsync": when it is on the disk of Redis. See `flush`.
     `require_worker`: a request to a model that no worker serves fails at once, with UnavailableError, and
@@ -133,8 +136,8 @@ class AsyncClient:
         await self.close()
 
     async def connect(self) -> None:
-        """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached, and
-        UnimplementedError if it cannot give the `durability`."""
+        """Connect now, not with the first request. Raises UnavailableError if Redis cannot be reached, or is
+        silent for 5 seconds, and UnimplementedError if it cannot give the `durability`."""
         await self._producer.connect()
 
     async def close(self) -> None:
@@ -165,10 +168,12 @@ class AsyncClient:
     # --- requests ------------------------------------------------------------------------------------------
 
     async def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
-        """Send a request and return the model's result. Raises the CarpoolError of the result's status.
+        """Send a request and return the model's result. Raises the CarpoolError of the result's status: after
+        `timeout`, which is 30 seconds unless this call or the client has another, DeadlineExceededError.
 
         `body`: numbers, text, lists, maps, numpy arrays (tensors), or bytes, which reach the model unchanged.
-        Cancelling withdraws the request if it is still waiting.
+        An array has the shape of one request, without a batch dimension, and so has an array that is
+        returned. Cancelling withdraws the request if it is still waiting.
         """
         channel = self._channels.get(model)
         if channel is None or "retries" in options:
@@ -210,7 +215,8 @@ class AsyncClient:
             raise
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> asyncio.Future[Any]:
-        """As `infer`, but return a future at once. Cancelling it withdraws the request.
+        """As `infer`, but return a future at once, which has the result or the error. Cancelling it withdraws
+        the request.
 
         The body is sent as it is now: what is done to an array or a dict afterwards changes nothing.
         """
@@ -236,9 +242,10 @@ class AsyncClient:
     ) -> Any:
         """Send a request for each row of an array, or for each of `bodies`; return all results in this order.
 
-        A row is one step along the first dimension. The results of an array are the rows of one array, or a
-        list if they are not arrays of one dtype and shape, or if there are none. Those of other bodies are
-        always a list. An array must not be changed until this returns.
+        A row is one step along the first dimension: of an array of the shape (n, 3) a request has (3,), and n
+        results of the shape (2,) are returned as one array (n, 2). The results of an array are the rows of
+        one array, or a list if they are not arrays of one dtype and shape, or if there are none. Those of
+        other bodies are always a list. An array must not be changed until this returns.
 
         At most `in_flight` requests have no result at any time; the `timeout` of each begins when it is sent.
         The first error is raised, and the other requests are withdrawn, as they are if this is cancelled.
@@ -307,9 +314,9 @@ class AsyncClient:
     def stream(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> AsyncStream:
         """Send a request at once, and return an async iterator of its chunks.
 
-        Options are those of `infer`; `timeout` is for the whole answer. Errors are raised by the iterator.
-        After the last chunk its `reply` has the whole output. A model that does not step has one chunk.
-        Leaving the iterator early withdraws the request: see AsyncStream.
+        Options are those of `infer`; `timeout` is for the whole answer, 30 seconds by default. Errors are
+        raised by the iterator. After the last chunk its `reply` has the whole output. A model that does not
+        step has one chunk. Leaving the iterator early withdraws the request: see AsyncStream.
         """
         loop = asyncio.get_running_loop()
         target = StreamTarget(asyncio.Queue())
@@ -341,13 +348,14 @@ class AsyncClient:
         return AsyncSequence(SequenceProgress(self._producer, model, sequence_id), send)
 
     async def models(self) -> list[str]:
-        """Names of the registered models."""
+        """Names of the registered models, also of those that no worker serves. Raises UnavailableError."""
         return await self._producer.models()
 
     async def wait_ready(self, model: str, timeout: float | None = None) -> None:
         """Wait until a worker can execute requests of a model, also if no worker has registered it yet.
 
-        Raises DeadlineExceededError after `timeout` seconds, and says what is missing; None: never.
+        Raises DeadlineExceededError after `timeout` seconds, and says what is missing; by default it waits
+        without limit.
         """
         await self._producer.wait_ready(model, checked_timeout_s(timeout))
 

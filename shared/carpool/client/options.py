@@ -67,8 +67,9 @@ _RESERVED_FIELDS: Final = (CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS |
 class RequestOptions(TypedDict, total=False):
     """Options of a request. They mean the same in whatever entry the request is sent.
 
-    `timeout`: seconds until the request fails, None for no limit; by default the client's. It is sent with
-        the request as its expiration; the model's settings may override that.
+    `timeout`: seconds until the request fails, None for no limit; by default the client's, which is 30 unless
+        the client was made with another. It is sent with the request as its expiration; the model's settings
+        may override that.
     `priority`: 0 to 9, higher first; by default 4.
     `lane`: only requests of the same lane share a batch.
     `cost`: what the request counts towards the model's `max_batch_cost`; by default 1.
@@ -82,8 +83,8 @@ class RequestOptions(TypedDict, total=False):
         all. Not those that Carpool gives a meaning.
     `not_before`: seconds in which the request is not dispatched; less than `timeout`.
     `retries`: how often the request is sent again if it ends with RESOURCE_EXHAUSTED, UNAVAILABLE or
-        INTERNAL, after a pause that doubles each time; `timeout` is for all of it. Of `infer`, `request` and
-        `submit`.
+        INTERNAL, after a pause that doubles each time; 0 by default. `timeout` is for all of it. Of `infer`,
+        `request`, `submit` and `map`.
     `result_ttl`: of `enqueue`, seconds for which the result is kept once it is there; by default the model's
         `result_ttl_ms`. More than its `max_result_ttl_ms` counts as that.
     `sequence_id`, `sequence_start`, `sequence_end`, `sequence_index`: the sequence to which the request

@@ -414,7 +414,8 @@ class Client:
         self._wait(self._start(self._client.flush(), self._own.timeout_s({})))
 
     def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
-        """Send a request and return the model's result; options and errors as for AsyncClient.infer."""
+        """Send a request and return the model's result; options and errors as for AsyncClient.infer, also the
+        timeout of 30 seconds unless another one is given."""
         return self._wait(self.submit(model, body, **options))
 
     def request(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Reply:
@@ -424,7 +425,8 @@ class Client:
         return reply
 
     def submit(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Future[Any]:
-        """As `infer`, but return a future at once. Cancelling it withdraws the request."""
+        """As `infer`, but return a future at once, which has the result or the error. Cancelling it withdraws
+        the request. Its callbacks run on the client's thread: they must not wait for results."""
         if "retries" in options:
             client = self._client
             body, options = client.snapshot(body, options)
@@ -518,13 +520,14 @@ class Client:
     def wait_ready(self, model: str, timeout: float | None = None) -> None:
         """Wait until a worker can execute requests of a model, also if no worker has registered it yet.
 
-        Raises DeadlineExceededError after `timeout` seconds, and says what is missing; None: never.
+        Raises DeadlineExceededError after `timeout` seconds, and says what is missing; by default it waits
+        without limit.
         """
         limit_s = checked_timeout_s(timeout)
         self._wait(self._start(self._client.wait_ready(model, timeout), limit_s))
 
     def models(self) -> list[str]:
-        """Names of the registered models."""
+        """As AsyncClient.models."""
         names: list[str] = self._wait(self._start(self._client.models(), self._own.timeout_s({})))
         return names
 

@@ -1,4 +1,4 @@
-"""What a worker tells a batcher in the stream `settled`."""
+"""What batchers are told in the stream `settled`: by workers, and by `carpool config`."""
 
 from __future__ import annotations
 

@@ -83,9 +83,13 @@ def _integers(declared: Iterable[Any], of: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One declared input or output of a model.
+    """One declared input or output of a model. Raises ValueError for a declaration that cannot be meant.
 
-    `shape` is that of one request, without the batch dimension; -1 is a dimension that may vary.
+    `name`: that of the input or output, as clients of HTTP and dicts of outputs have it.
+    `datatype`: BOOL, UINT8 to UINT64, INT8 to INT64, FP16, BF16, FP32, FP64 or BYTES. BF16 is float32 in
+        numpy; elements of BYTES are objects.
+    `shape`: that of one request, without the batch dimension; -1 is a dimension that may vary. A batch of n
+        is an array of the shape (n, *shape).
     `text`: the elements of BYTES are str, and what is not UTF-8 is refused; else they are bytes, any bytes.
     `labels`: of an output of numbers, the names of its elements, in their order, for classification.
     """
@@ -133,14 +137,18 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One state that a model keeps for each sequence, from one request to the next.
+    """One state that a model keeps for each sequence, from one request to the next. Raises ValueError for a
+    declaration that cannot be meant.
 
-    `shape` is that of the states of a batch: -1 at `axis`, where they are stacked, and fixed sizes elsewhere.
-    The state of one sequence, a *row*, has the shape without that. Between two requests it is bytes.
+    The state of one sequence, a *row*, has the shape without the batch. Between two requests it is bytes.
 
+    `name`: by which `predict` gets it, and returns the new one.
+    `datatype`: as of TensorSpec, but not BYTES.
+    `shape`: that of the states of a batch: -1 at `axis`, where they are stacked, and fixed sizes elsewhere.
+    `axis`: the dimension of the batch, from 0.
     `initial`: the row of a sequence that starts, or one number for all of it; zeros by default.
     `output`: the output of an ONNX file that has the new state.
-    `row_shape`, `row_bytes`: of a row.
+    `row_shape`: that of a row. `row_bytes`: how many bytes a row has.
     """
 
     name: str

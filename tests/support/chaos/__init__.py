@@ -2,6 +2,7 @@
 
 faults     which there are: what is inflicted, how long recovery may take, whether it is covered
 producer   the program of a producer, which sends again what it does not know to be accepted
+enqueuer   the program of a producer whose results another process reads by their IDs
 producers  starts producers, and reads what they recorded
 client     the program of HTTP clients
 clients    starts HTTP clients, and judges what they recorded
