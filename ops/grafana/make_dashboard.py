@@ -417,6 +417,26 @@ ROWS: Final[dict[str, list[Panel]]] = {
             bars=True,
         ),
         Panel(
+            "Memory of model processes",
+            "bytes",
+            "Resident memory of the largest model process, and what it takes of GPUs. If it grows all the "
+            "time, the model leaks: max_process_memory replaces its processes in time.",
+            {
+                "{{model}}": "max by (model) (carpool_model_process_memory_bytes{M})",
+                "GPU {{model}}": "max by (model) (carpool_model_process_gpu_memory_bytes{M})",
+            },
+            width=6,
+        ),
+        Panel(
+            "Model processes replaced",
+            "short",
+            "Processes that had reached max_requests_per_process or max_process_memory. If there are very "
+            "many, the limit is too low: each of them loads the model.",
+            occurrences("carpool_model_processes_replaced_total"),
+            width=6,
+            bars=True,
+        ),
+        Panel(
             "Redeliveries",
             "short",
             "Batches reclaimed from a worker that died or was paused. Expected when a machine stops; "

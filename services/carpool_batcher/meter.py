@@ -23,9 +23,9 @@ from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Entry, Run
 from carpool.messages.results import Refusal
 from carpool.messages.settled import Failures, Streamed
-from carpool.metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.prometheus import CollectorRegistry, Counter, Gauge
+from carpool.service_metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.transit import RecentTimes

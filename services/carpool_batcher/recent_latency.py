@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Final
 
-from carpool.metrics import BucketCounts
+from carpool.service_metrics import BucketCounts
 
 WINDOW_US: Final = 10_000_000
 _BOUND_RATIO: Final = 1.1  # a bucket is 10% wide, so a quantile is off by about 5% at most

@@ -86,6 +86,7 @@ _COUNTS: Final = (
     Grant("count sequences that are kept", "zcard", "sequences"),
     Grant("list the processes of a bound model that drain", "smembers", "draining"),
     Grant("list the model processes that are alive", "zrange", "workers"),
+    Grant("read how much memory they take", "hgetall", "memory"),
     Grant("check whether a batcher is active", "exists", "batcher"),
     Grant("read its report, which has counts and nothing of a request", "get", "report"),
     Grant(
@@ -157,6 +158,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("register the model", "sadd", "models"),
         Grant("tell what it declares, and see what others do", "hset hdel hkeys hgetall pexpire", "declared"),
         Grant("see which workers live", "zrange", "workers"),
+        Grant("tell how much memory its model processes take", "hset pexpire", "memory"),
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
         Grant(
@@ -234,6 +236,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "workers": keys.workers,
         "declared": keys.declared,
         "loading": keys.loading,
+        "memory": keys.memory("*"),
         "batcher": keys.batcher,
         "report": keys.report,
         "result": keys.result("*"),

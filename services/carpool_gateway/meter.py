@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from carpool.metrics import BucketCounts, CommonMetrics
 from carpool.prometheus import (
     Collector,
     CounterMetricFamily,
@@ -14,6 +13,7 @@ from carpool.prometheus import (
     Metric,
     floatToGoString,
 )
+from carpool.service_metrics import BucketCounts, CommonMetrics
 from carpool_gateway.server import Server
 
 _DURATIONS_US: Final = (

@@ -23,6 +23,7 @@ from carpool_worker.model_process.frames import OutcomeHeader
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import IDS_SHOWN_MAX, Item, ReplicaLoop, shown_requests
 from carpool_worker.sources import Source
+from carpool_worker.succession import Limits
 
 
 class BatchReplica(ReplicaLoop[Item]):
@@ -52,6 +53,8 @@ class BatchReplica(ReplicaLoop[Item]):
     def take(self, execution: Execution) -> None:
         """Take a batch that was fetched or reclaimed, and decode it."""
         self._executions = (*self._executions, execution)  # renewed from now on: decoding may take long
+        batch = execution.batch
+        self.succession.limits = Limits(batch.max_requests_per_process, batch.max_process_memory)
         started_ns = time.monotonic_ns()
         try:
             self._prepare(execution)
@@ -91,6 +94,11 @@ class BatchReplica(ReplicaLoop[Item]):
 
     # --- the model process ---------------------------------------------------------------------------------
 
+    def _is_idle(self) -> bool:
+        if self._executed() is not None or self.retirement.tried is not None or self.process.has_backlog:
+            return False
+        return not self.succession.leaves_first or self._first_unfinished() is None
+
     def _executing(self) -> tuple[Hashable, int | None]:
         example = self.retirement.tried
         if example is not None:
@@ -128,6 +136,7 @@ class BatchReplica(ReplicaLoop[Item]):
     def _take_outcome(self, execution: Execution, outcome: OutcomeHeader, payload: Buffer) -> None:
         """The process has executed the first frame of this execution."""
         frame = execution.frames[0]
+        self.succession.executed(outcome.size)
         execution.executed_ns = time.monotonic_ns()
         try:
             self._log_raised(outcome.errors)

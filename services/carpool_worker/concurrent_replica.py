@@ -7,6 +7,9 @@ are sent one after the other.
 When the process dies, each of the batches may be the cause: the requests of all of them are executed again
 one at a time, while nothing else is sent. So no other request can be the cause of the next death.
 
+A process that grows old gets no more frames once another is ready, and leaves when those that it has are
+executed (`succession`).
+
 Now and then it is looked whether requests were answered ahead, because their deadlines passed or their
 producers withdrew them: then what the model asked of others for them is withdrawn, too.
 
@@ -74,7 +77,7 @@ class ConcurrentReplica(Replica):
         return ANSWERED_INTERVAL_S if self._calls_others and self._sent else WAIT_S
 
     def _fetch_at_s(self) -> float:
-        is_full = len(self._executions) >= self._batches_max
+        is_full = len(self._executions) >= self._batches_max or self.succession.stops_fetching
         if is_full or not self.process.ready or self._first_suspect() is not None:
             return float("inf")
         return 0.0
@@ -110,8 +113,14 @@ class ConcurrentReplica(Replica):
 
     # --- the model process ---------------------------------------------------------------------------------
 
+    def _is_idle(self) -> bool:
+        """A frame may be in its hands although another worker has the batch."""
+        if self._sent or not super()._is_idle():
+            return False
+        return not self.succession.leaves_first or all(one.is_finished for one in self._executions)
+
     def _send_due(self) -> None:
-        if not self.process.ready or self.retirement.tried is not None:
+        if not self.process.ready or self.retirement.tried is not None or self.succession.holds_back:
             return
         suspect, example = self._first_suspect(), self.retirement.due_example
         if suspect is not None or example is not None:

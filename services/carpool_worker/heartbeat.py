@@ -24,6 +24,7 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.replica_loop import AnyReplica
 
 BEATS_PER_LEASE: Final = 3
+MEMORY_INTERVAL_S: Final = 2.0
 TRIM_INTERVAL_S: Final = 60.0  # dead letters become too old
 
 
@@ -38,8 +39,12 @@ class Heartbeat:
         register: Callable[[WorkerStore], None],
         metrics: WorkerMetrics,
         follow_others: Callable[[WorkerStore], None] | None = None,
+        tell_memory: Callable[[WorkerStore], None] | None = None,
     ) -> None:
-        """`follow_others`: register the model anew if what other workers declare has changed."""
+        """`follow_others`: register the model anew if what other workers declare has changed. `tell_memory`:
+        tell what model processes take."""
+        self._tell_memory = tell_memory
+        self._memory_at_s = 0.0
         self._replicas = replicas
         self._metrics = metrics
         self._last_beat_us: int | None = None  # by this host's monotonic clock
@@ -90,6 +95,9 @@ class Heartbeat:
         if self._follow_others is not None and not self._draining:
             self._follow_others(self._store)
         now_s = time.monotonic()
+        if self._tell_memory is not None and now_s >= self._memory_at_s and not self._draining:
+            self._memory_at_s = now_s + MEMORY_INTERVAL_S
+            self._tell_memory(self._store)
         if now_s >= self._dead_letters_at_s:  # after the leases, which must not wait for it
             self._dead_letters_at_s = now_s + TRIM_INTERVAL_S
             trim_dead_letters(self._store, self._metrics)

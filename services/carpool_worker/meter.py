@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from carpool.errors import (
@@ -18,11 +18,12 @@ from carpool.errors import (
     UNAVAILABLE,
     UNIMPLEMENTED,
 )
-from carpool.metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
 from carpool.prometheus import Counter, Gauge, Info
+from carpool.service_metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
 from carpool.store.dead_letters import DEAD_LETTER_LIMITS
 from carpool.store.steps import StepWrite
 from carpool_worker.execution import Execution, ResultCounts
+from carpool_worker.own_metrics import OwnMetrics
 
 # The reason label by status. Exported from zero: Prometheus's rate() misses the first value of a new series.
 _REASONS: Final = {
@@ -32,6 +33,7 @@ _REASONS: Final = {
     ABORTED: "dead_letter",
     INTERNAL: "model",
 }
+REPLACED_REASONS: Final = ("requests", "memory")
 # Statuses that only a model returns. All others that it makes up are counted together as "other".
 _MODEL_STATUSES: Final = frozenset(
     (RESOURCE_EXHAUSTED, CANCELLED, PERMISSION_DENIED, UNAVAILABLE, UNIMPLEMENTED, NOT_FOUND)
@@ -44,6 +46,14 @@ class StepCounts(NamedTuple):
     steps: int
     step_us: int  # of all steps together
     chunks: int
+
+
+class MemoryGauges(NamedTuple):
+    """These tell each scrape how much memory a model process takes (bytes); 0 if there is none, or what is
+    unknown."""
+
+    resident: Callable[[], int]
+    on_gpus: Callable[[], int]
 
 
 class WorkerMetrics(CommonMetrics):
@@ -117,6 +127,23 @@ class WorkerMetrics(CommonMetrics):
         self._gap = self._histogram("carpool_chunk_gap_seconds", "Time between two chunks of a request")
         self._slots = self._gauge("carpool_slots_in_use", "Slots in use, of a stepping or bound model")
         self._slots_in_all = self._gauge("carpool_slots", "Slots of a stepping or bound model; 0 of others")
+        self._replaced = Counter(
+            "carpool_model_processes_replaced",
+            "Model processes that worked, and were replaced, by the limit that they had reached",
+            ("model", "reason"),
+            registry=self.registry,
+        )
+        for reason in REPLACED_REASONS:
+            self._replaced.labels(model, reason)
+        self._memory = self._gauge_of_replicas(
+            "carpool_model_process_memory_bytes", "Resident memory of a model process"
+        )
+        self._gpu_memory = self._gauge_of_replicas(
+            "carpool_model_process_gpu_memory_bytes",
+            "Memory of GPUs that a model process takes; 0 where the driver does not tell",
+        )
+        self.own = OwnMetrics(model)
+        self.registry.register(self.own)
         self.in_hand = self._gauge(
             "carpool_batches_in_hand", "Batches that this worker has fetched and not committed"
         )
@@ -133,6 +160,9 @@ class WorkerMetrics(CommonMetrics):
             self._model
         )
         return counter
+
+    def _gauge_of_replicas(self, name: str, documentation: str) -> Gauge:
+        return Gauge(name, documentation, ("model", "replica"), registry=self.registry)
 
     def _gauge(self, name: str, documentation: str) -> Gauge:
         gauge: Gauge = Gauge(name, documentation, ("model",), registry=self.registry).labels(self._model)
@@ -220,6 +250,16 @@ class WorkerMetrics(CommonMetrics):
     def process_died(self) -> None:
         """A model process died, or was retired."""
         self._deaths.inc()
+
+    def process_replaced(self, reason: str) -> None:
+        """A model process that worked was replaced."""
+        self._replaced.labels(self._model, reason).inc()
+
+    def watch_memory(self, gauges: Sequence[MemoryGauges]) -> None:
+        """Of the process of each replica, in their order."""
+        for number, (resident, on_gpus) in enumerate(gauges):
+            self._memory.labels(self._model, str(number)).set_function(resident)
+            self._gpu_memory.labels(self._model, str(number)).set_function(on_gpus)
 
     def beat(self, late_us: int) -> None:
         """The leases were renewed, `late_us` later than planned."""

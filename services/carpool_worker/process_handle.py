@@ -29,6 +29,7 @@ from carpool_worker.model_process.frames import (
     Ending,
     FrameHeader,
     LoadFailed,
+    Measured,
     MessageReader,
     OutcomeHeader,
     ProcessGoneError,
@@ -46,6 +47,10 @@ _ALIVE_S: Final = 0.5  # how often it is looked, while a model is loaded, whethe
 _OF_THE_WORKER: Final = ("CARPOOL_REDIS_", "CARPOOL_PARAM")  # what these variables begin with
 _WROTE: Final = "its model wrote into the connection to its worker"
 Message = TypeVar("Message")
+
+
+def _ignore(_measured: Measured) -> None:
+    """Nobody wants to know."""
 
 
 class ModelLoadError(Exception):
@@ -101,11 +106,27 @@ class ProcessHandle:
         self._backlog: deque[Buffer] = deque()
         self.descriptor: int | None = None  # the socket to wait on; None until started, and after `close`
         self.ready = False  # the model is loaded
+        self.on_measured: Callable[[Measured], None] = _ignore  # is told what the model measures of itself
+        self.has_measured = False  # it was told something by this process
         self.raised: list[Raised] = []  # what the process told; for the log, which takes it
         self._sent = 0  # the number of the last frame
         # Frames without an outcome by number, oldest first. Outcomes of an async model come in any order.
         self._unanswered: dict[int, tuple[FrameHeader, tuple[Buffer, ...]]] = {}
         self._is_async = False
+
+    def new_like(self) -> ProcessHandle:
+        """A handle for another process of the same model on the same device. It is not started."""
+        new = ProcessHandle(
+            self._location, self.device, self._load_s_max, processes=self._sharing, worker=self._worker
+        )
+        new._configuration = self._configuration
+        new.on_measured = self.on_measured
+        return new
+
+    def exchange(self, other: ProcessHandle) -> None:
+        """Take the process of a handle that was made by `new_like`, which gets this one's. Neither has a
+        frame without an outcome."""
+        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
 
     def start(self) -> Ready:
         """Start the process and load the model. Raises ModelLoadError."""
@@ -131,7 +152,7 @@ class ProcessHandle:
         theirs.close()
         self._sock, self._reader = ours, MessageReader(ours)
         self.descriptor = ours.fileno()
-        self._sent = 0
+        self._sent, self.has_measured = 0, False
         self._unanswered.clear()
         self._backlog.clear()
         self._spawned_s, self._ended_because = time.monotonic(), ""
@@ -279,6 +300,11 @@ class ProcessHandle:
             raised = Raised.read(fields)
             if raised is not None:
                 self.raised.append(raised)
+                return None
+            measured = Measured.read(fields)
+            if measured is not None:
+                self.has_measured = True
+                self.on_measured(measured)
                 return None
             ending = Ending.read(fields)
             if ending is not None:

@@ -78,7 +78,11 @@ class Replica(BatchReplica[Execution]):
             self.take(execution)
 
     def _fetch_at_s(self) -> float:
-        if not self.process.ready or len(self._executions) >= EXECUTIONS_MAX:
+        if (
+            not self.process.ready
+            or len(self._executions) >= EXECUTIONS_MAX
+            or self.succession.stops_fetching
+        ):
             return float("inf")
         first = self._first_unfinished()
         if first is None:
@@ -110,7 +114,7 @@ class Replica(BatchReplica[Execution]):
 
         If the process may not work any more, first only the example that shows whether it does.
         """
-        if not self.process.ready or self.retirement.tried is not None:
+        if not self.process.ready or self.retirement.tried is not None or self.succession.holds_back:
             return
         example = self.retirement.due_example
         if example is not None:

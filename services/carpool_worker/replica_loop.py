@@ -27,6 +27,7 @@ from carpool_worker.model_process.frames import Failure, ProcessGoneError
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.retirement import Retirement
 from carpool_worker.sources import Source
+from carpool_worker.succession import Succession
 
 WAIT_S: Final = 0.5  # a drain is noticed after this time
 IDS_SHOWN_MAX: Final = 16  # in a line of the log
@@ -59,6 +60,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         self._metrics = metrics
         self._watch = ExecutionWatch()
         self.retirement = Retirement()
+        self.succession = Succession(process, metrics.process_replaced)
         self._log = structlog.get_logger()
 
     @property
@@ -86,9 +88,13 @@ class ReplicaLoop(ABC, Generic[Item]):
             return
         if self.process.descriptor is None and self.process.has_ended() and not self._closing:
             self.retirement.process_started()
+            self.succession.process_started()
             self.process.spawn()
         self.process.check_loading()
         self._watch_execution()
+        if self.succession.run_once(self.name, is_idle=self._is_idle, may_begin=not self._draining):
+            self.retirement.process_started()
+            self._let_go_of_process()
         if self._do_due():
             self._wait()
 
@@ -113,6 +119,10 @@ class ReplicaLoop(ABC, Generic[Item]):
         readers = [process_fd] if process_fd is not None and is_received else []
         readers += [] if source_fd is None else [source_fd]
         writers = [process_fd] if process_fd is not None and process.has_backlog else []
+        successor = self.succession.loading
+        if successor is not None and successor.descriptor is not None:
+            readers.append(successor.descriptor)
+            writers += [successor.descriptor] if successor.has_backlog else []
         has_outcome = is_received and process.has_buffered
         is_due = has_outcome or (source.waiting and source_fd is None)
         try:
@@ -201,6 +211,11 @@ class ReplicaLoop(ABC, Generic[Item]):
             )
 
     @abstractmethod
+    def _is_idle(self) -> bool:
+        """Whether the model process has nothing in hand, so that another one may take its place; one that is
+        to leave first also nothing that was fetched for it."""
+
+    @abstractmethod
     def _do_due(self) -> bool:
         """Do everything that is due. Whether to wait then."""
 
@@ -270,6 +285,7 @@ class ReplicaLoop(ABC, Generic[Item]):
     def close(self, wait_s: float) -> None:
         """Stop the model process for good; it has `wait_s` to unload its model."""
         self._closing = True
+        self.succession.close(0)
         self.process.close(wait_s)
         self._closed.set()
 

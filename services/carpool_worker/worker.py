@@ -25,6 +25,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import structlog
@@ -37,6 +38,7 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool.process_names import new_process_name, replica_name
 from carpool.store.bound import BoundStore
 from carpool.store.connection import CommandError, Link
+from carpool.store.directory import ProcessMemory
 from carpool.store.eviction import eviction_warning
 from carpool.store.link_errors import reason_of
 from carpool.store.steps import StepStore
@@ -52,7 +54,8 @@ from carpool_worker.devices import threads_of
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.loading import LoadingNotice
 from carpool_worker.member import Member
-from carpool_worker.meter import WorkerMetrics
+from carpool_worker.memory import gpu_use, resident_bytes
+from carpool_worker.meter import MemoryGauges, WorkerMetrics
 from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
@@ -65,6 +68,7 @@ from carpool_worker.stepping.log import StepLog
 from carpool_worker.stepping.replica import FETCH_BLOCK_MS, StepReplica
 
 _DEFAULTS: Final = ModelSettings().as_text()
+MEMORY_TTL_MS: Final = 60_000
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
 
 
@@ -118,6 +122,9 @@ class Worker:
         self._batch_log = BatchLog(keys.model, self._name)
         self._step_log = StepLog(keys.model, self._name, metrics, self._slots_in_use)
         metrics.watch_slots(self._slots_in_use, self._slots)
+        for index, process in enumerate(self._processes):
+            process.on_measured = partial(metrics.own.take, index)
+        metrics.watch_memory([self._memory_of(process) for process in self._processes])
 
     def start(self, stop: threading.Event) -> None:
         """Load the model in every process, register it as soon as Redis answers, and take batches.
@@ -139,9 +146,10 @@ class Worker:
             self._new_replica(replica_name(self._name, index), process, ready)
             for index, process in enumerate(self._processes)
         ]
-        last_success = LastSuccess()
+        last_success, turn = LastSuccess(), threading.Lock()
         for replica in self._replicas:
             replica.retirement.last_success = last_success
+            replica.succession.turn = turn
         for name, setting in ready.misspelt.items():
             self._log.warning(
                 "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
@@ -164,6 +172,7 @@ class Worker:
             self._register,
             self._metrics,
             self._follow_others,
+            self._tell_memory,
         )
         if not self._wait_for_redis(stop):
             return
@@ -309,6 +318,21 @@ class Worker:
                 )
 
         return report
+
+    def _tell_memory(self, store: WorkerStore) -> None:
+        """For `carpool top`. The leases of this worker must not depend on it."""
+        gauges = [self._memory_of(process) for process in self._processes]
+        told = [ProcessMemory(resident(), on_gpus()) for resident, on_gpus in gauges]
+        with contextlib.suppress(CommandError):  # Redis is full, or has older rules for this role
+            store.tell_memory(self._name, told, MEMORY_TTL_MS)
+
+    @staticmethod
+    def _memory_of(process: ProcessHandle) -> MemoryGauges:
+        def on_gpus() -> int:
+            use = gpu_use(process.pid)
+            return 0 if use is None else use.used_bytes
+
+        return MemoryGauges(lambda: resident_bytes(process.pid) or 0, on_gpus)
 
     def _slots(self) -> int:
         return sum(replica.slots for replica in self._replicas)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from carpool.errors import UnavailableError
 from carpool.store.connection import CommandError
-from carpool.store.directory import Directory
+from carpool.store.directory import Directory, ProcessMemory
 from carpool.wire.report import BatcherReport, SequencesReport
 
 INTERVAL_S: Final = 1.0
@@ -32,6 +32,7 @@ class ModelSample(NamedTuple):
     report: BatcherReport | None = None
     dead: int = 0  # dead letters
     loading: bool = False  # a worker loads it
+    memory: Sequence[ProcessMemory] = ()  # of its processes, as far as their workers tell
 
 
 Sample = Mapping[str, ModelSample]
@@ -76,6 +77,14 @@ class Sequences(NamedTuple):
         return {**self._asdict(), **{name: number._asdict() for name, number in counted.items()}}
 
 
+class Memory(NamedTuple):
+    """What the processes of a model take, in bytes: the largest, all together, and all together on GPUs."""
+
+    largest: int
+    total: int
+    on_gpus: int
+
+
 class Figures(NamedTuple):
     """A model in numbers; None where a number is unknown. The names are the keys of `carpool top --json`."""
 
@@ -109,6 +118,7 @@ class Figures(NamedTuple):
     last_error_s: float | None = None  # how long ago that was
     dead: int = 0  # dead letters
     loading: bool = False  # a worker loads it
+    memory: Memory | None = None  # None: no worker tells
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -123,6 +133,7 @@ class Figures(NamedTuple):
             "failed": failed,
             "stepping": stepping,
             "sequences": sequences,
+            "memory": None if self.memory is None else self.memory._asdict(),
         }
         return {**self._asdict(), **changed}
 
@@ -131,7 +142,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
     """The figures of a model. `before` is an earlier sample, the same one, or None."""
     known_without_report = Figures(
         model, now.batcher, now.model_processes, now.waiting_entries, now.oldest_s, now.batches_in_flight,
-        dead=now.dead, loading=now.loading,
+        dead=now.dead, loading=now.loading, memory=_memory(now.memory),
     )  # fmt: skip
     report = now.report if now.batcher else None
     if report is None:
@@ -171,6 +182,13 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         stepping=_stepping(base, report, over_s),
         sequences=_sequences(base, report, over_s),
     )
+
+
+def _memory(processes: Sequence[ProcessMemory]) -> Memory | None:
+    resident = [process.resident for process in processes]
+    if not any(resident):
+        return None
+    return Memory(max(resident), sum(resident), sum(process.on_gpus for process in processes))
 
 
 def _stepping(base: BatcherReport, report: BatcherReport, over_s: float) -> Stepping | None:
@@ -276,6 +294,7 @@ def _sample_model(directory: Directory, model: str) -> ModelSample:
         report,
         overview.dead,
         overview.loading,
+        overview.memory,
     )
 
 

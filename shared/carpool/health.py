@@ -20,8 +20,8 @@ from typing import Any, Final, Protocol
 
 import structlog
 
-from carpool.metrics import CommonMetrics
 from carpool.prometheus import CollectorRegistry, choose_encoder
+from carpool.service_metrics import CommonMetrics
 from carpool.settings import CommonSettings
 
 CONNECTIONS_MAX: Final = 16

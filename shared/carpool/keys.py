@@ -100,6 +100,11 @@ class Keys:
         """Hash that expires: `worker`, the name of one that is loading the model."""
         return self._of("loading")
 
+    def memory(self, worker: str) -> str:
+        """Hash that expires: by the number of a model process of this worker, what it takes of memory, and of
+        GPUs, in bytes."""
+        return self._of(f"memory:{worker}")
+
     @property
     def overrides(self) -> str:
         """Hash: an operator's overrides of registered settings."""

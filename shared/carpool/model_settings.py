@@ -351,6 +351,16 @@ class ModelSettings:
         _optional(_integer(1, MILLISECONDS)),
         "longest execution of a batch, or of a step; a model process that takes longer is replaced",
     )
+    max_requests_per_process: int | None = _setting(
+        None,
+        _optional(_integer(1)),
+        "number of requests after which a model process is replaced by a new one, between two batches",
+    )
+    max_process_memory: int | None = _setting(
+        None,
+        _optional(_integer(1, BYTES)),
+        "resident memory at which a model process is replaced by a new one, between two batches",
+    )
     max_concurrent_batches: int = _setting(
         1,
         _integer(1, highest=CONCURRENT_BATCHES_MAX),
@@ -559,13 +569,19 @@ _ONLY_OF: Final[Mapping[str, Sequence[ModelKind]]] = {
     "max_candidate_sequences": (ModelKind.STATEFUL,),
     "max_sequence_idle_ms": (ModelKind.STATEFUL, ModelKind.BOUND),
 }
-_OF_BATCHES: Final = ("max_execution_ms", "max_result_bytes", "max_batch_cost")
+_OF_BATCHES: Final = (
+    *("max_execution_ms", "max_result_bytes", "max_batch_cost"),
+    *("max_requests_per_process", "max_process_memory"),
+)
 _OF_STEPS: Final = (
     *("max_batch_size", "max_prefill_cost", "stream_buffer", "reader_idle_ms"),
     *_OF_BATCHES,
 )
 _IN_ORDER_ANYWAY: Final = (
     "results of a sequence come in its order anyway, and sequences do not wait for each other"
+)
+_HAS_STATES: Final = (
+    "a process of a bound model has the states of its sequences, with which no other process can go on"
 )
 _UNUSABLE: Final[Mapping[ModelKind, Mapping[str, str]]] = {
     ModelKind.PLAIN: {},
@@ -581,6 +597,8 @@ _UNUSABLE: Final[Mapping[ModelKind, Mapping[str, str]]] = {
         "policy": "a sequence of a bound model cannot go to another process, so only eager applies",
         "target_latency_ms": "it is for the policy deferred, which a bound model cannot have",
         "preserve_ordering": _IN_ORDER_ANYWAY,
+        "max_requests_per_process": _HAS_STATES,
+        "max_process_memory": _HAS_STATES,
     },
 }
 

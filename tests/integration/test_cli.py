@@ -23,6 +23,7 @@ import pytest
 import redis
 from redis import Redis
 
+from carpool.client import Client
 from carpool.keys import Keys
 from carpool_cli.commands import listed
 from carpool_cli.demo import listening
@@ -639,3 +640,40 @@ def test_small_demo_succeeds(tmp_path: Path) -> None:
     assert "\r" not in done.stdout
     assert "\x1b" not in done.stdout
     assert list(tmp_path.glob("carpool-demo-*")) == list(tmp_path.glob("carpool-*/*")) == []
+
+
+# --- loading a changed file again
+
+
+def test_reload_serves_changed_files_and_keeps_the_old_model_after_an_error(tmp_path: Path) -> None:
+    """Given a model and the TOML file that declares it."""
+    model, declared = tmp_path / "model.py", tmp_path / "answer.toml"
+    program = (
+        "class Answer:\n"
+        "    def load(self, device, *, value: int):\n"
+        "        self.value = value\n"
+        "    def predict(self, batch):\n"
+        "        return [self.value for _ in batch]\n"
+    )
+    declaration = 'object = "model.py:Answer"\n[parameters]\nvalue = '
+    model.write_text(program)
+    declared.write_text(f"{declaration}1\n")
+    with up(tmp_path, "answer.toml", "--reload", "--no-gateway") as stack, Client(stack.url) as client:
+        assert client.infer("answer", 0) == 1
+        model.write_text("def answer(batch):\n    return [2 for _ in\n")
+        stack.wait_for("answer is not loaded again: ")
+        assert "model.py, line 2" in stack.text() and client.infer("answer", 0) == 1
+        model.write_text("raise OSError('no weights')\n")
+        stack.wait_for("answer cannot be loaded again")
+        assert "no weights" in stack.text() and client.infer("answer", 0) == 1
+        declared.write_text(declaration)
+        stack.wait_for("answer.toml is not a TOML file")
+        futures = [client.submit("answer", 0) for _ in range(100)]
+        model.write_text(program)
+        declared.write_text(f"{declaration}33\n")
+        stack.wait_for("answer is served from the changed file")
+        wait_until(lambda: client.infer("answer", 0) == 33, description="the old worker has left")
+        assert {future.result() for future in futures} <= {1, 33}
+        before = stack.descendants()
+        assert stack.end() == 0
+    assert have_ended(before)

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from carpool.client import Client
 from carpool.keys import Keys
+from support.http import call
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -202,6 +204,29 @@ def test_decoder_processes_have_the_parameters_and_hide_secrets(stack: Stack, tm
     )
     assert "load_decoder" in event["exception"]
     assert "s3cret" not in wrong.log.read_text()
+
+
+@pytest.mark.parametrize("name", ["CountedInThreads", "Counted"])
+def test_what_hooks_measure_is_exported_and_processes_that_decode_are_replaced(
+    stack: Stack, name: str
+) -> None:
+    stack.serve("beside.py:InThreads")  # and a batcher
+    worker = stack.worker(f"beside.py:{name}", "--http-port", "0")
+    sent = 0
+    with Client(stack.url, timeout=60.0) as client:
+        while len(worker.events("model process replaced")) < 2:
+            assert client.infer_many(name, range(200), in_flight=40) == [*range(200)]
+            sent += 1
+    expected = {
+        f'bodies_total{{model="{name}"}} {sent * sum(range(200))}.0',
+        f'results_total{{model="{name}"}} {sent * 200}.0',
+    }
+    wait_until(
+        lambda: expected <= {*call(worker.status_url, "GET", "/metrics").body.decode().splitlines()},
+        description="all that was counted is exported",
+        timeout_s=20,
+    )
+    assert not worker.events("model process died")
 
 
 def test_bodies_of_sequences_are_decoded_and_a_result_that_cannot_be_encoded_breaks_its_own(

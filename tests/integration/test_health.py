@@ -17,7 +17,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from carpool.health import CONNECTIONS_MAX, HealthServer
-from carpool.metrics import CommonMetrics
+from carpool.service_metrics import CommonMetrics
 from support.waiting import wait_until
 
 MODEL: Final = "square"

@@ -60,11 +60,16 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "carpool_worker.model_process.loaded": ("RequestInfo", "BoundSequence"),
     "carpool_worker.model_process.stepping.requests": ("StepRequest",),
     "carpool_worker.models.onnx": ("OnnxModel",),
+    "carpool.metrics": ("counter", "gauge", "histogram"),
+    "carpool.testing": ("LocalClient", "LocalAsyncClient"),
 }
 FOR_MAINTAINERS: Final = re.compile(r"^(?:Why: docs/decisions/.*|\w+ {2,}\S.*(?:\n +\S.*)*)\n?", re.MULTILINE)
 _DEFINITION: Final = re.compile(r"(?:`[\w*]+`, )*`[\w*]+`: ")
 # What users make themselves. All else they are given.
-MADE_BY_USERS: Final = ("Client", "AsyncClient", "TensorSpec", "StateSpec", "OnnxModel")
+MADE_BY_USERS: Final = (
+    *("Client", "AsyncClient", "LocalClient", "LocalAsyncClient"),
+    *("TensorSpec", "StateSpec", "OnnxModel"),
+)
 _OPTIONS: Final = re.compile(r"\*&lt;class &#x27;(.*?)&#x27;&gt;")  # how pdoc shows Unpack[...]
 _FIELD: Final = re.compile(r"Alias for field number \d+")
 # What an attribute of this name means in every class that has it and does not say.

@@ -18,7 +18,7 @@ from carpool.errors import INTERNAL, CarpoolError
 from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import RAW
 from carpool.messages.results import Chunk, Result
-from carpool.metrics import (
+from carpool.service_metrics import (
     DURATIONS_US,
     PERCENTS,
     REDIS_ERROR_KINDS,
@@ -34,7 +34,7 @@ from carpool_gateway.limits import Limits
 from carpool_gateway.meter import ROUTES, GatewayMetrics
 from carpool_gateway.server import App, Server
 from carpool_worker.execution import Execution
-from carpool_worker.meter import StepCounts, WorkerMetrics
+from carpool_worker.meter import MemoryGauges, StepCounts, WorkerMetrics
 from support.executions import execution_of as execution_with_states
 from support.executions import run_of_sequence
 
@@ -233,6 +233,7 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
     SequenceMeter(batcher.sequences, MODEL).export(SequencesReport(1, 1, 1, 1, 1))
     for gauge in batcher.gauges:
         gauge.labels(MODEL)
+    worker.watch_memory([MemoryGauges(lambda: 1, lambda: 0)])
     statuses = [kind.status for kind in every_error(CarpoolError)]
     execution = execution_of(*statuses, "MINE")
     worker.committed(execution, execution.counts(), output_us=0, now_us=0)
@@ -252,7 +253,7 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
                     if label == "le":
                         continue
                     several = labels.setdefault(label, set())
-                    if label not in ("model", "version", "code"):
+                    if label not in ("model", "version", "code", "replica"):
                         several.add(value)
     return families
 

@@ -15,7 +15,10 @@ COUNTS: Final = (
     *("max_batch_size", "max_queue_size", "max_queue_bytes", "max_body_bytes"),
     *("max_expiration_ms", "result_ttl_ms", "max_result_ttl_ms", "stream_buffer", "reader_idle_ms"),
 )
-OPTIONAL_COUNTS: Final = ("max_batch_cost", "default_expiration_ms", "max_prefill_cost", "max_execution_ms")
+OPTIONAL_COUNTS: Final = (
+    *("max_batch_cost", "default_expiration_ms", "max_prefill_cost", "max_execution_ms"),
+    *("max_requests_per_process", "max_process_memory"),
+)
 FRACTIONS: Final = ("max_queue_delay_ms", "target_latency_ms")
 SIZES: Final = ("max_queue_bytes", "max_body_bytes", "max_result_bytes")
 DURATIONS: Final = tuple(name for name in ModelSettings.names() if name.endswith("_ms"))
@@ -65,6 +68,8 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "max_sequence_idle_ms",
         "unknown_fields",
         "max_execution_ms",
+        "max_requests_per_process",
+        "max_process_memory",
         "max_concurrent_batches",
         "max_dead_letters",
         "max_dead_letter_bytes",
@@ -383,6 +388,8 @@ TIGHTEST: dict[str, tuple[Any, Any, Any]] = {  # two workers' values, and what i
     "max_sequence_idle_ms": (1000, 60_000, 60_000),
     "unknown_fields": ("pass", "refuse", "refuse"),
     "max_execution_ms": (1000, None, None),
+    "max_requests_per_process": (10, None, 10),
+    "max_process_memory": (10, None, 10),
     "max_concurrent_batches": (16, 1, 1),
     "max_dead_letters": (10, 20, 20),
     "max_dead_letter_bytes": (10, 20, 20),

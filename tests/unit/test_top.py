@@ -27,6 +27,7 @@ from carpool.figures import (
     compare,
     figures,
 )
+from carpool.store.directory import ProcessMemory
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_cli.screen import plain_lines
 from carpool_cli.top import command
@@ -166,7 +167,21 @@ def test_json_keys_are_stable() -> None:
         *("requests_in_flight", "withheld", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
         *("p50_ms", "p99_ms", "learned", "refused", "batches", "requests", "active_s", "rejected_settings"),
         *("policy", "missed", "stepping", "sequences", "failed", "last_error", "last_error_s", "dead"),
-        "loading",
+        *("loading", "memory"),
+    ]
+
+
+def test_memory_of_processes_is_shown() -> None:
+    told = [ProcessMemory(3 << 29, 1 << 30), ProcessMemory(1 << 29, 0)]
+    several = figures("square", None, sample(report(1), processes=2)._replace(memory=told))
+    assert several.memory == (3 << 29, 2 << 30, 1 << 30)
+    alone = figures("square", None, sample(report(1))._replace(memory=[ProcessMemory(61_000_000, 0)]))
+    unknown = figures("square", None, sample(report(1))._replace(memory=[ProcessMemory(0, 0)]))
+    shown = [" ".join(line.split()) for line in plain_lines(Page("redis", [several, alone, unknown]))]
+    told_lines = [line for line in shown if line.startswith("memory ")]
+    assert told_lines == [
+        "memory 1.5 GiB in the largest process 2 GiB in all 1 GiB of GPUs",
+        "memory 58.2 MiB",
     ]
 
 

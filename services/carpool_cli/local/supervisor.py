@@ -187,6 +187,7 @@ class WorkerService(Service):
     """The worker of one model."""
 
     def __init__(self, served: ServedModel, plan: StackPlan, environment: Mapping[str, str]) -> None:
+        self.served = served
         self.model = served.name
         self.processes = len(served.devices)
         devices = ",".join(served.devices)
@@ -322,6 +323,7 @@ class Supervisor:
         self._batcher: Service | None = None
         self.gateway: GatewayService | None = None
         self._restarters: list[Restarter] = []
+        self._leaving: list[WorkerService] = []  # that were replaced, and finish what they have
         self._link: Link | None = None
         self._ready_check_at_s = 0.0
         self._has_served = False
@@ -382,6 +384,7 @@ class Supervisor:
             self._check_start()
         for restarter in self._restarters:
             restarter.run_once(time.monotonic())
+        self._leaving = [worker for worker in self._leaving if worker.exit_status is None]
         newly_serving = self._newly_serving()
         if self.serving:
             self._has_served = True
@@ -426,6 +429,29 @@ class Supervisor:
             self._log.info("model served again", model=worker.model)
         return True
 
+    # --- replacing a worker ----------------------------------------------------------------------------
+
+    def start_beside(self, worker: WorkerService) -> WorkerService:
+        """Start another worker of the same model, which does not take its place yet."""
+        new = WorkerService(worker.served, self._plan, self._environment(None))
+        new.start()
+        return new
+
+    def take_over_if_serving(self, worker: WorkerService, new: WorkerService) -> bool:
+        """If `new`, of `start_beside`, serves, it takes the place of this one, which finishes what it has."""
+        try:
+            if not self._check_serving(new):
+                return False
+        except (UnavailableError, CommandError):  # Redis is restarting
+            return False
+        self.workers[self.workers.index(worker)] = new
+        for restarter in self._restarters:
+            if restarter.child is worker:
+                restarter.child = new
+        worker.terminate()
+        self._leaving.append(worker)
+        return True
+
     def _check_policy(self, worker: WorkerService) -> None:
         """A model may only declare a policy that the batcher has, unless an operator has overridden it."""
         policy = worker.registration.get("policy", POLICIES[0])
@@ -447,11 +473,12 @@ class Supervisor:
         if self.gateway is not None:
             self.gateway.terminate()
             ended.append(self.gateway.wait_or_kill(drain_timeout_s))
-        for worker in self.workers:
+        workers = [*self.workers, *self._leaving]
+        for worker in workers:
             worker.terminate()
         ended += [
             worker.wait_or_kill(drain_timeout_s if worker.serving else LOADING_STOP_TIMEOUT_S)
-            for worker in self.workers
+            for worker in workers
         ]
         if self._batcher is not None:
             self._batcher.terminate()

@@ -36,6 +36,7 @@ from carpool_batcher.custom_policies import load_policies
 from carpool_cli.local import paste
 from carpool_cli.local.embedded import EmbeddedRedisError, free_port
 from carpool_cli.local.example import TEXT, is_known
+from carpool_cli.local.reload import Reloader
 from carpool_cli.local.supervisor import (
     POLL_S,
     ServiceEndedError,
@@ -98,6 +99,11 @@ class UpSettings(ModelSource, RedisSettings):
         le=65535,
         description="port of the gateway; 0: any free one (default: 8000 if free, else another)",
     )
+    reload: bool = Field(
+        False,
+        description="for development: when a file of a model changes, load it again: its own, a module "
+        "beside it, or its TOML file",
+    )
     policies: Policies = Field([])
     prefix: Prefix = Field(DEFAULT_PREFIX, description="prefix of every Redis key")
     log_level: LogLevel = Field("info", description="minimum log level")
@@ -110,6 +116,15 @@ class UpSettings(ModelSource, RedisSettings):
             raise ValueError(
                 f"--redis-url (or CARPOOL_REDIS_URL) uses a running Redis, but {flags} is for one that "
                 "this command starts; omit one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_reload(self) -> Self:
+        if self.reload and self.http_port is not None:
+            raise ValueError(
+                "--reload starts a new worker before the old one ends, and two cannot have one port: omit "
+                "--http-port (or CARPOOL_HTTP_PORT)"
             )
         return self
 
@@ -179,7 +194,10 @@ def _supervise(supervisor: Supervisor, settings: UpSettings, screen: Screen, sto
     started_s = time.monotonic()
     notice_at_s = started_s + LOADING_NOTICE_INTERVAL_S
     is_announced = False
+    reloader = Reloader(supervisor, screen.print) if settings.reload else None
     while not stop.wait(POLL_S):
+        if reloader is not None and is_announced:
+            reloader.run_once()
         for worker in supervisor.run_once():
             if not is_announced:
                 screen.print(served_line(worker))
@@ -193,6 +211,8 @@ def _supervise(supervisor: Supervisor, settings: UpSettings, screen: Screen, sto
             notice_at_s += LOADING_NOTICE_INTERVAL_S
             names = ", ".join(worker.model for worker in supervisor.workers if not worker.serving)
             screen.print(f"  still loading after {time.monotonic() - started_s:.0f} s: {names}")
+    if reloader is not None:
+        reloader.stop()
 
 
 def served_line(worker: WorkerService) -> str:

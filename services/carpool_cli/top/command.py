@@ -59,6 +59,7 @@ class TopSettings(ConnectionSettings):
                 expired), efficient (waiting would not raise throughput), delay (max_queue_delay_ms
                 had passed), idle (a model process was free)
     withheld results: finished, but kept back by preserve_ordering until earlier ones are delivered
+    memory: resident memory of the model processes, and what they take of GPUs, where workers can tell
     latency model: l(n), the learned execution time of a batch of n requests
     refused requests: answered with an error by this batcher since it became active, and the rate now
                 (early: could not have met the deadline; waiting, in_flight: where the request expired or,

@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from carpool.figures import Figures, Requests, Sequences, Stepping
+from carpool.figures import Figures, Memory, Requests, Sequences, Stepping
 from carpool.shown import printable
 from carpool_cli.screen import build_table, clip, count, duration
 
@@ -197,6 +197,8 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield from _of_steps(model, model.stepping)
     if model.sequences is not None:
         yield "sequences", _sequences(model.sequences)
+    if model.memory is not None:
+        yield "memory", _memory(model.memory)
     if model.refused:
         yield "refused requests", [_requests(reason, number) for reason, number in model.refused.items()]
     if model.failed:
@@ -237,6 +239,25 @@ def _of_steps(model: Figures, stepping: Stepping) -> Iterator[tuple[str, Sequenc
     yield "chunks", [chunks if is_recent else f"{chunks}; no stream ended in the last 10 to 20 s"]
     if model.p50_ms is not None:
         yield "whole outputs", [f"p50 {_time(model.p50_ms)}", f"p99 {_time(model.p99_ms)}"]
+
+
+def _memory(memory: Memory) -> list[str]:
+    shown = [size(memory.total)]
+    if memory.largest < memory.total:  # of several processes
+        shown = [f"{size(memory.largest)} in the largest process", f"{size(memory.total)} in all"]
+    return [*shown, *([f"{size(memory.on_gpus)} of GPUs"] if memory.on_gpus else [])]
+
+
+def size(number: int) -> str:
+    """Bytes for people, such as 1.5 GiB."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if number >= factor:
+            return (
+                f"{number / factor:,.3g} {unit}"
+                if number < 1000 * factor
+                else f"{number / factor:,.0f} {unit}"
+            )
+    return f"{number} B"
 
 
 def _sequences(sequences: Sequences) -> list[str]:

@@ -88,6 +88,10 @@ class BoundReplica(BatchReplica[Item]):
             return not self._fetch()
         return True
 
+    def _is_idle(self) -> bool:
+        """No other process can go on with its sequences."""
+        return False
+
     def _send_example_if_due(self) -> None:
         example = self.retirement.due_example
         if example is not None and self.process.ready and self._first_unfinished() is None:

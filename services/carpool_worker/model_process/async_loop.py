@@ -18,6 +18,7 @@ from carpool_worker.model_process.calls import Calls, FrameCalls
 from carpool_worker.model_process.frame_execution import execute_frame_async
 from carpool_worker.model_process.frames import Cancel, FrameHeader
 from carpool_worker.model_process.loaded import LoadedModel
+from carpool_worker.model_process.measured import MeasuredSender
 from carpool_worker.model_process.raised import RaisedLog
 
 
@@ -32,6 +33,8 @@ class AsyncFrameLoop:
         self._reader = frames.MessageReader(sock)
         self._model = model
         self._raised = raised
+        self._measured = MeasuredSender(sock)
+        self._measuring: asyncio.TimerHandle | None = None  # will send what was measured last
         self._calls = calls
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: dict[int, FrameCalls] = {}  # of the frames that are executed, by number
@@ -89,7 +92,18 @@ class AsyncFrameLoop:
             )
         finally:
             self._open.pop(frame.number, None)
+        self._send_measured()
         frames.send_message(self._sock, raised.named(header), *data)
+
+    def _send_measured(self) -> None:
+        """Send what the model has measured, now or soon: there may be no outcome for a while."""
+        wait_s = self._measured.send_if_due()
+        if wait_s is not None and self._measuring is None:
+            self._measuring = asyncio.get_running_loop().call_later(wait_s, self._send_measured_last)
+
+    def _send_measured_last(self) -> None:
+        self._measuring = None
+        self._send_measured()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from carpool_worker.model_process.frames import CallerFields, FrameHeader
 
 if TYPE_CHECKING:
-    from carpool.client.on_behalf import AsyncRequestClient, RequestClient
+    from carpool.client.on_behalf import AsyncRequestClient, RequestClient, Sender
 
     AnyClient = AsyncRequestClient | RequestClient
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class Calls:
     """For one process. Connects when the model first calls another one."""
 
-    def __init__(self, model: str, *, is_async: bool) -> None:
-        """`model`: the name under which this one is served. Raises CarpoolErrors if the process has no
-        address of Redis that a model may use."""
+    def __init__(self, model: str, *, is_async: bool, sender: Sender | None = None) -> None:
+        """`model`: the name under which this one is served. `sender`: what sends, if no client of its own
+        does. Raises CarpoolErrors if the process has no address of Redis that a model may use."""
         # Imported here: other model processes do not pay for a Redis client that they never need.
         from carpool.client.on_behalf import Origin, Origins  # noqa: PLC0415
 
-        self._origins = Origins(model, is_async=is_async)
+        self._origins = Origins(model, is_async=is_async, sender=sender)
         self._new_origin = Origin
 
     def of_frame(self, frame: FrameHeader) -> FrameCalls:

@@ -14,6 +14,7 @@ from carpool_worker.model_process.calls import Calls
 from carpool_worker.model_process.frame_execution import execute_bound_frame, execute_frame
 from carpool_worker.model_process.frames import End, FrameHeader
 from carpool_worker.model_process.loaded import BoundModel, LoadedModel
+from carpool_worker.model_process.measured import MeasuredSender
 from carpool_worker.model_process.raised import RaisedLog
 
 
@@ -32,6 +33,7 @@ class FrameLoop:
         )  # before one that was wanted again
         self._model = model
         self._raised = raised
+        self._measured = MeasuredSender(sock)
         self._bound = BoundExecutor(model, raised.observe) if isinstance(model, BoundModel) else None
 
     def run(self) -> None:
@@ -57,6 +59,7 @@ class FrameLoop:
             again = partial(self._again, message.number)
             calls = None if self._calls is None else self._calls.of_frame(message)
             header, data = execute_frame(self._model, message, payload, again, self._raised.observe, calls)
+        self._measured.send_if_due()
         frames.send_message(self._sock, self._raised.named(header), *data)
 
     def _again(self, number: int) -> Buffer:
@@ -69,5 +72,6 @@ class FrameLoop:
             self._sent_ahead.append((message, payload))
 
     def _receive(self) -> tuple[FrameHeader | End, Buffer]:
+        self._measured.wait(self._reader)
         fields, payload = self._reader.receive()
         return frames.read_request(fields), payload

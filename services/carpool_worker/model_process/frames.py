@@ -30,6 +30,7 @@ import msgpack
 import numpy as np
 
 from carpool.errors import RESOURCE_EXHAUSTED
+from carpool.metrics import Change, Kind
 from carpool.model_settings import RESULT_BYTES_DEFAULT, ModelKind
 from carpool.parts import Buffer
 from carpool.wire.tensors import (
@@ -62,9 +63,12 @@ _READY: Final = "ready"
 _LOAD_FAILED: Final = "load failed"
 _ENDING: Final = "ending"
 _RAISED: Final = "raised"
+_MEASURED: Final = "measured"
 _AGAIN: Final = "again"
 _END_OF: Final = "end"  # of sequences
 _CANCEL: Final = "cancel"
+
+MEASURED_INTERVAL_S: Final = 0.25  # between two messages of what a model measures
 
 Layout = tuple[str, str, tuple[int, ...]]  # of one stacked tensor: name, datatype, shape of one item
 Failure = tuple[str, str]  # status, detail
@@ -239,6 +243,46 @@ class Raised(NamedTuple):
 
 
 _RAISED_TYPES: Final = [str, str, str, int]
+
+
+class Measured(NamedTuple):
+    """Model process to worker, ahead of an outcome or a Step: what has changed of a metric of the model's own
+    (`carpool.metrics.Change`, whose first field is taken apart here)."""
+
+    name: str
+    kind: Kind
+    documentation: str
+    labels: tuple[str, ...]
+    buckets: tuple[float, ...]
+    series: Sequence[tuple[tuple[str, ...], Sequence[float]]]
+
+    @classmethod
+    def of(cls, change: Change) -> Self:
+        """The message about a change."""
+        return cls(*change.description, change.series)
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_MEASURED, *self)
+
+    @classmethod
+    def read(cls, fields: Sequence[Any]) -> Self | None:
+        """The message of which these are the header's fields; None if it is another one. Raises ValueError if
+        they are not those of what was measured."""
+        if not fields or fields[0] != _MEASURED:
+            return None
+        if [type(field) for field in fields] != _MEASURED_TYPES or fields[2] not in _KINDS_MEASURED:
+            raise ValueError("these are not the fields of what was measured")
+        _, name, kind, documentation, labels, buckets, series = fields
+        numbers = len(buckets) + 2 if kind == "histogram" else 1
+        read = [(tuple(values), list(changed)) for values, changed in series]
+        if any(len(values) != len(labels) or len(changed) != numbers for values, changed in read):
+            raise ValueError("these are not the values of a metric")
+        return cls(name, kind, documentation, tuple(labels), tuple(buckets), read)
+
+
+_MEASURED_TYPES: Final = [str, str, str, str, list, list, list]
+_KINDS_MEASURED: Final = ("counter", "gauge", "histogram")
 
 
 class Ending(NamedTuple):

@@ -32,7 +32,7 @@ from carpool_worker.model_process.decoding.loop import DecodingLoop
 from carpool_worker.model_process.decoding.pool import Pool
 from carpool_worker.model_process.decoding.process import DecoderLoadError
 from carpool_worker.model_process.frame_loop import FrameLoop
-from carpool_worker.model_process.frames import LoadFailed, MessageSender, Raised
+from carpool_worker.model_process.frames import LoadFailed, Measured, MessageSender, Raised
 from carpool_worker.model_process.loaded import Beside, LoadedModel, description_of
 from carpool_worker.model_process.model import LoadError, SteppingModel, load_configured
 from carpool_worker.model_process.printed import show_output
@@ -64,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
         model = load_configured(location, device, Configuration.decode(payload))
         calls = _calls_of(model, name)
         if isinstance(model, LoadedModel) and model.beside is not None:
-            pool = _started_pool(model.beside, location, worker, bytes(payload))
+            new_process = partial(ProcessCaller, location, worker, bytes(payload), partial(_tell, sender))
+            pool = _started_pool(model.beside, new_process)
     except DecoderLoadError as error:
         reason = f"the model cannot be loaded in a decoder process: {error}"
         frames.send_load_result(sock, LoadFailed(reason, error.trace))
@@ -95,12 +96,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _started_pool(beside: Beside, location: str, worker: str, configuration: bytes) -> Pool:
-    """What decodes and encodes for a model. `configuration`: encoded. Raises DecoderLoadError."""
-    new_caller: Callable[[], Caller] = partial(ThreadCaller, beside)
-    if beside.in_processes:
-        new_caller = partial(ProcessCaller, location, worker, configuration)
-    pool = Pool(beside.workers, new_caller)
+def _started_pool(beside: Beside, new_process: Callable[[], Caller]) -> Pool:
+    """What decodes and encodes for a model. Raises DecoderLoadError."""
+    pool = Pool(beside.workers, new_process if beside.in_processes else partial(ThreadCaller, beside))
     pool.start()
     return pool
 
@@ -116,9 +114,9 @@ def _calls_of(model: LoadedModel | SteppingModel, name: str) -> Calls | None:
         raise UnusableError(f"the model's 'predict' has a parameter `clients`: {error.detail}") from None
 
 
-def _tell(sender: MessageSender, raised: Raised) -> None:
+def _tell(sender: MessageSender, told: Raised | Measured) -> None:
     with contextlib.suppress(frames.ProcessGoneError):  # sending the outcome fails as well
-        sender.send(raised.message())
+        sender.send(told.message())
 
 
 def _end_unhealthy(sender: MessageSender, raised: RaisedLog, error: Unhealthy) -> NoReturn:

@@ -42,6 +42,7 @@ from carpool_worker.stepping.execution import StepExecution
 from carpool_worker.stepping.in_hand import InHand
 from carpool_worker.stepping.log import StepLog
 from carpool_worker.stepping.writer import StepWriter
+from carpool_worker.succession import Limits
 
 FETCH_BLOCK_MS: Final = 200  # batches of dead or stopped workers are looked for as often
 WAITING_BYTES_MAX: Final = 16 * 1024 * 1024  # of chunks, while Redis is full
@@ -119,6 +120,14 @@ class StepReplica(ReplicaLoop[Execution]):
             return None, None
         return (self._steps, self._alone and self._alone.key), self._in_hand.settings.max_execution_ms
 
+    def _is_idle(self) -> bool:
+        """Its slots have run out: a model need not be able to go on from chunks."""
+        if self._example_key is not None or self._alone is not None or self.process.has_backlog:
+            return False
+        if self.succession.leaves_first:
+            return not self._in_hand
+        return not any(request.is_sent for request in self._in_hand)
+
     def _timeout_s(self) -> float:
         if not self._in_hand:
             return WAIT_S
@@ -130,7 +139,8 @@ class StepReplica(ReplicaLoop[Execution]):
         slots = self.slots
         prefetched = prefetched_slots(slots)
         space = slots + prefetched - len(self._in_hand)
-        if space > 0 and self.process.ready and not (self._source.waiting or self._draining):
+        is_held = self._source.waiting or self._draining or self.succession.stops_fetching
+        if space > 0 and self.process.ready and not is_held:
             # Not more than a share, because other processes may have free slots, too.
             share = -(-space // self.member.model_processes) if self.member.model_processes else 0
             self._asked = min(space, max(prefetched, share))
@@ -143,6 +153,8 @@ class StepReplica(ReplicaLoop[Execution]):
                 self._reject(execution)
                 continue
             request = self._in_hand.add(execution, time.monotonic())
+            settings = self._in_hand.settings
+            self.succession.limits = Limits(settings.max_requests_per_process, settings.max_process_memory)
             if execution.is_suspect:
                 self._suspects.append(request)
 
@@ -164,7 +176,7 @@ class StepReplica(ReplicaLoop[Execution]):
     def _send_due(self) -> None:
         """Send what was fetched. First suspects, one at a time, each when the one before took its steps."""
         self._begin_lost_again()
-        if not self.process.ready:
+        if not self.process.ready or self.succession.holds_back:
             return
         self._configure_process()
         while self._suspects and self._alone is None:
@@ -247,6 +259,7 @@ class StepReplica(ReplicaLoop[Execution]):
             request = self._in_hand.get(advance.key)
             if request is not None:
                 request.take(advance, step.size, now_us)
+                self.succession.executed(advance.has_ended)
                 if advance.failure is not None:
                     request.execution.error = step.error_of(advance.key)
                 if request is self._alone and request.stepped_alone():

@@ -80,7 +80,7 @@ class AsyncClient:
         require_worker: bool = False,
     ) -> None:
         self._timeout_s = checked_timeout_s(timeout)
-        self._producer = Producer(url, prefix, self._timeout_s, durability)
+        self._producer = self._new_producer(url, prefix, durability)
         self._packer = self._producer.packer
         self._served = ServedChannels(self._producer.channels) if require_worker else None
         self._channels: dict[str, Channel] | ServedChannels = self._served or self._producer.channels
@@ -89,6 +89,10 @@ class AsyncClient:
         self._streams = StreamSink(self._reader)
         self._stream_lookups: set[asyncio.Task[None]] = set()
         self._enqueued = EnqueuedRequests(self._producer, self._encoder, self._reader)
+
+    def _new_producer(self, url: str | None, prefix: str | None, durability: str) -> Producer:
+        """What sends its requests; a subclass may have another one."""
+        return Producer(url, prefix, self._timeout_s, durability)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -115,6 +115,13 @@ class LoopThread:
                 return result(0)  # that of the future itself
             raise self._silent(limit_s) from None
 
+    def wait_at_most(
+        self, result: Callable[[float | None], T], is_done: Callable[[], bool], timeout_s: float
+    ) -> T:
+        """As `wait`, but raises TimeoutError after `timeout_s`."""
+        self.check_process()
+        return result(timeout_s)
+
     def next_item(self, source: queue.SimpleQueue[T], limit_s: float | None) -> T:
         """The next item of a queue that the thread fills; waits as `wait` does."""
         if source.empty():
@@ -240,8 +247,7 @@ class RequestFuture(Future[Any]):
         if self.done():
             return outcome(timeout)
         if timeout is not None:
-            self._loop_thread.check_process()
-            return outcome(timeout)
+            return self._loop_thread.wait_at_most(outcome, self.done, timeout)
         return self._loop_thread.wait(outcome, self.done, self._timeout_s)
 
 

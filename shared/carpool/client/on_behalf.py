@@ -24,10 +24,10 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, Unpack
+from typing import Any, Final, NamedTuple, Protocol, Unpack
 
 from carpool.client.aio import AsyncClient
 from carpool.client.encoding import BodyEncoder, bodies_to_send
@@ -69,23 +69,35 @@ class Origin(NamedTuple):
     fields: Mapping[str, bytes] = {}
 
 
+class Sender(Protocol):
+    """What sends requests: an AsyncClient, or a Client."""
+
+    @property
+    def submit(self) -> Callable[..., Any]:
+        """With model, body and options it returns the future of the result; to cancel that withdraws the
+        request."""
+
+
 class Origins:
     """Makes the clients of one process, which share its connections."""
 
-    def __init__(self, model: str, *, is_async: bool, url: str | None = None) -> None:
-        """`model`: the one that calls. `url`: as for AsyncClient, whose errors are raised."""
+    def __init__(
+        self, model: str, *, is_async: bool, url: str | None = None, sender: Sender | None = None
+    ) -> None:
+        """`model`: the one that calls. `url`: as for AsyncClient, whose errors are raised. `sender`: what is
+        used in place of a client of its own."""
         self.model = model
         self.encoder = BodyEncoder()
         self.in_use: set[str] = set()  # correlation IDs
-        self._async_client = AsyncClient(url) if is_async else None
-        self._client = None if is_async else Client(url)
+        self._is_async = is_async
+        self._async_client = AsyncClient(url) if is_async and sender is None else None
+        self._client = None if is_async or sender is not None else Client(url)
+        self._sender: Sender | None = sender or self._async_client or self._client
 
     def client_for(self, origin: Origin) -> AsyncRequestClient | RequestClient:
         """A client for a request."""
-        if self._async_client is not None:
-            return AsyncRequestClient(self, origin, self._async_client)
-        assert self._client is not None
-        return RequestClient(self, origin, self._client)
+        assert self._sender is not None
+        return (AsyncRequestClient if self._is_async else RequestClient)(self, origin, self._sender)
 
     async def close(self) -> None:
         """Disconnect."""
@@ -111,7 +123,7 @@ class _OnBehalf:
     """What both clients have in common: all but waiting. `client` has their connection; its futures are of
     asyncio, or of threads."""
 
-    def __init__(self, origins: Origins, origin: Origin, client: AsyncClient | Client) -> None:
+    def __init__(self, origins: Origins, origin: Origin, client: Sender) -> None:
         self._origins = origins
         self._origin = origin
         self._client = client

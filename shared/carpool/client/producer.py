@@ -60,12 +60,15 @@ class Producer:
         self.channels: dict[str, Channel] = {}
         self.fails_inherited = True
         self.durability = Durability.parse(durability)
-        self.packer = Packer(self.url, models_key(self.prefix), self.durability)
+        self.packer = self._new_packer(self.durability)
         self.timeout_s = timeout_s
         self._models = ModelLookup(weakly(self.call), self.prefix)
         self._lookups: set[asyncio.Future[None]] = set()  # of models, under way
         self._opening: asyncio.Future[None] | None = None
         self._pid = os.getpid()  # of the process that has the connections
+
+    def _new_packer(self, durability: Durability) -> Packer:
+        return Packer(self.url, models_key(self.prefix), durability)
 
     @property
     def address(self) -> str:

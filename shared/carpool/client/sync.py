@@ -176,8 +176,9 @@ class _ClientThread:
         timeout: float | None,
         durability: str,
         require_worker: bool,
+        client: _ThreadClient | None = None,
     ) -> None:
-        self.client = _ThreadClient(
+        self.client = client or _ThreadClient(
             url, prefix=prefix, timeout=timeout, durability=durability, require_worker=require_worker
         )
         self._timeout_s = checked_timeout_s(timeout)
@@ -325,7 +326,9 @@ class Client:
         durability: str = "none",
         require_worker: bool = False,
     ) -> None:
-        self._new_thread = partial(_ClientThread, url, prefix, timeout, durability, require_worker)
+        self._new_thread: Callable[[], _ClientThread] = partial(
+            _ClientThread, url, prefix, timeout, durability, require_worker
+        )
         self._threads = {os.getpid(): self._new_thread()}  # by process ID
         self._closed = False
 

@@ -91,8 +91,8 @@ class Batch:
     `expected_us`: how long their execution is expected to take; 0 if that is unknown. `stream` and `cost` are
     those of the request, if it is alone in the batch, as requests of stepping models are; `settings` has all
     effective settings that their worker needs (`ModelSettings.for_workers`). `process`: of a bound model, the
-    one for which it was dispatched; empty for others. `max_execution_ms`, `max_result_bytes` and
-    `max_batch_cost`: those of the model.
+    one for which it was dispatched; empty for others. `max_execution_ms`, `max_result_bytes`,
+    `max_batch_cost` and the limits of a process: those of the model.
     `answered`: positions of requests that had results when it was dispatched, because they were sent again.
 
     A request's position is its place in the batch, counted over all runs, which do not change.
@@ -115,6 +115,8 @@ class Batch:
     body_names: Sequence[str] = ()  # of the stored bodies, which are deleted when the batch is committed
     answered: frozenset[int] = frozenset()
     max_batch_cost: int | None = None
+    max_requests_per_process: int | None = None
+    max_process_memory: int | None = None
     starts: list[int] = field(init=False)  # the position of the first request of each run
     size: int = field(init=False)  # the number of requests
 

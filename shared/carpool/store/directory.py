@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys, loading_key, models_key
+from carpool.process_names import worker_of
 from carpool.store.connection import Argument, CommandError, Link
 from carpool.wire.requests import arrival_of
 
@@ -29,6 +30,13 @@ class ModelSnapshot(NamedTuple):
     draining: Sequence[str] = ()  # model processes of a bound model that begin no more sequences
 
 
+class ProcessMemory(NamedTuple):
+    """What a model process takes, in bytes: resident memory, and memory of GPUs. 0: unknown, or none."""
+
+    resident: int
+    on_gpus: int
+
+
 class ModelOverview(NamedTuple):
     """The state of a model in counts, without the content of requests; `report` is its batcher's, encoded."""
 
@@ -40,6 +48,7 @@ class ModelOverview(NamedTuple):
     report: bytes | None
     dead: int
     loading: bool = False  # a worker loads it
+    memory: Sequence[ProcessMemory] = ()  # of its processes, as far as their workers tell
 
 
 class Directory:
@@ -68,8 +77,21 @@ class Directory:
         )
         time_reply, waiting, in_flight, workers, batcher, report, dead, loading = no_errors(replies)
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
-        processes = len(alive(workers, at_us // 1000))
-        return ModelOverview(at_us, waiting, in_flight, processes, bool(batcher), report, dead, bool(loading))
+        names = alive(workers, at_us // 1000)
+        memory = self._memory(keys, names) if names else ()
+        return ModelOverview(
+            at_us, waiting, in_flight, len(names), bool(batcher), report, dead, bool(loading), memory
+        )
+
+    def _memory(self, keys: Keys, processes: Sequence[str]) -> Sequence[ProcessMemory]:
+        """What the workers of these processes tell; nothing if that may not be read."""
+        workers = dict.fromkeys(map(worker_of, processes))
+        try:
+            told = no_errors(self._link.call_many(*[("HGETALL", keys.memory(worker)) for worker in workers]))
+            pairs = [text.split() for flat in told for text in texts(flat).values()]
+            return [ProcessMemory(int(resident), int(on_gpus)) for resident, on_gpus in pairs]
+        except (CommandError, ValueError):  # permissions, or a value, of another version
+            return ()
 
     def loading(self, registered: Sequence[str]) -> list[str]:
         """Models that workers load for the first time, sorted."""

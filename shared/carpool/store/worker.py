@@ -19,7 +19,7 @@ from carpool.store.arguments import ScriptKeys, change_args, group_list_args, li
 from carpool.store.connection import Argument, Command, CommandError, Link, Script
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.declarations import Declarations
-from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
+from carpool.store.directory import SETTLED_ENTRIES_MAX, ProcessMemory, no_errors
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
@@ -259,6 +259,14 @@ class WorkerStore:
         keys = [self.keys.workers, self.keys.batches, self.keys.registration]
         registered, had_lease, live, *lost = self._link.run(_RENEW, keys, args)
         return Renewal(bool(registered), bool(had_lease), live, {batch_id.decode() for batch_id in lost})
+
+    def tell_memory(self, worker: str, processes: Sequence[ProcessMemory], ttl_ms: int) -> None:
+        """Tell what the model processes of this worker take. It is forgotten after `ttl_ms`."""
+        key = self.keys.memory(worker)
+        told: list[Argument] = []
+        for number, (resident, on_gpus) in enumerate(processes):
+            told += [number, f"{resident} {on_gpus}"]
+        no_errors(self._link.call_many(("HSET", key, *told), ("PEXPIRE", key, ttl_ms)))
 
     def trim_dead_letters(self) -> dict[str, int]:
         """Drop the dead letters over the model's settings. Returns how many, by setting."""

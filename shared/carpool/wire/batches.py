@@ -113,6 +113,8 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         of_model.max_execution_ms,
         of_model.max_result_bytes,
         max_batch_cost=of_model.max_batch_cost,
+        max_requests_per_process=of_model.max_requests_per_process,
+        max_process_memory=of_model.max_process_memory,
     )
     if b"answered" in raw:
         batch.answered = _positions_in_lists(batch, frozenset(raw[b"answered"].decode().split()))

@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from carpool import InvalidArgumentError, StateSpec, TensorSpec
+from carpool import InvalidArgumentError, StateSpec, TensorSpec, metrics
+
+BODIES = metrics.counter("bodies", "Bodies that were decoded")
+RESULTS = metrics.counter("results", "Results that were encoded")
 
 
 class InThreads:
@@ -199,3 +202,29 @@ class Given:
 
     def predict(self, batch: list[Any]) -> list[str]:
         return [by.join([first, second]).decode() for first, second, by in batch]
+
+
+class Counted:
+    """Counts what it decodes and encodes, and is replaced now and then."""
+
+    max_batch_size = 8
+    max_requests_per_process = 50
+    decode_in = "processes"
+    decode_workers = 2
+
+    def decode(self, body: int) -> int:
+        BODIES.inc(body)
+        return body
+
+    def predict(self, batch: list[int]) -> list[int]:
+        return batch
+
+    def encode(self, result: int) -> int:
+        RESULTS.inc()
+        return result
+
+
+class CountedInThreads(Counted):
+    """The same in threads."""
+
+    decode_in = "threads"

@@ -13,7 +13,7 @@ from carpool.errors import Unhealthy
 from carpool.parts import Buffer
 from carpool_worker.model_process.decoding.exchange import read, write, write_packed
 from carpool_worker.model_process.decoding.process import DecoderLoadError, DecoderProcess
-from carpool_worker.model_process.frames import ProcessGoneError
+from carpool_worker.model_process.frames import Measured, ProcessGoneError
 from carpool_worker.model_process.loaded import Beside, RequestInfo
 
 DEATHS_MAX: Final = 2  # as of model processes: a request that ends as many is given up
@@ -92,9 +92,11 @@ class ProcessCaller(Caller):
     ends a process again.
     """
 
-    def __init__(self, location: str, worker: str, configuration: bytes) -> None:
+    def __init__(
+        self, location: str, worker: str, configuration: bytes, on_measured: Callable[[Measured], object]
+    ) -> None:
         """Starts the process. Raises DecoderLoadError."""
-        self._process = DecoderProcess(location, worker, configuration)
+        self._process = DecoderProcess(location, worker, configuration, on_measured)
         self._log = structlog.get_logger()
         self._process.start()
 

@@ -31,6 +31,7 @@ from carpool_worker.model_process.decoding.process import ENDING, LOAD_FAILED, R
 from carpool_worker.model_process.failures import failure_of
 from carpool_worker.model_process.frames import MessageReader, ProcessGoneError
 from carpool_worker.model_process.loaded import Beside, RequestInfo
+from carpool_worker.model_process.measured import MeasuredSender
 from carpool_worker.model_process.printed import show_output
 from carpool_worker.model_process.raised import NAME_CHARS_MAX, name_of, trace_of, whole_trace_of
 
@@ -78,6 +79,7 @@ def _beside_of(model: Any, given: Given) -> Beside:
 def _serve(sock: socket.socket, reader: MessageReader, beside: Beside, memory: SharedMemory) -> None:
     """Until the model says that it is broken. Raises ProcessGoneError when the model process hangs up."""
     is_debug = structlog.get_logger().is_enabled_for(logging.DEBUG)
+    measured = MeasuredSender(sock)
     while True:
         hook, written, request = reader.receive()[0]
         try:
@@ -94,6 +96,7 @@ def _serve(sock: socket.socket, reader: MessageReader, beside: Beside, memory: S
             trace = whole_trace_of if is_debug else trace_of
             shown = ("", "") if is_meant else (name_of(error)[:NAME_CHARS_MAX], shortened(trace(error)))
             answer = (RAISED, failure, *shown)
+        measured.send_all()
         frames.send_message(sock, answer)
 
 

@@ -30,6 +30,7 @@ from carpool_worker.model_process.failures import Observe, failure_of
 from carpool_worker.model_process.frame_execution import late_ones, lateness, outcome_of, timed
 from carpool_worker.model_process.frames import Failure, FrameHeader, MessageSender, OutcomeHeader, Raised
 from carpool_worker.model_process.loaded import LoadedModel
+from carpool_worker.model_process.measured import MeasuredSender
 from carpool_worker.model_process.outputs import rows_of
 from carpool_worker.model_process.padding import TrueSizes
 from carpool_worker.model_process.raised import RaisedLog
@@ -77,7 +78,8 @@ class DecodingLoop:
         self._raised = raised
         self._pool = pool
         self._encodes = model.beside.encode is not None
-        self._ready: queue.SimpleQueue[_Work | BaseException] = queue.SimpleQueue()
+        self._measured = MeasuredSender(sock, sender)
+        self._ready: queue.SimpleQueue[_Work | BaseException | None] = queue.SimpleQueue()
         self._again: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         self._finishing: queue.SimpleQueue[Executed | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._take_in, name="intake", daemon=True)]
@@ -97,10 +99,7 @@ class DecodingLoop:
 
     def run_once(self) -> None:
         """Execute the next frame. Raises ProcessGoneError, and what ends this process."""
-        work = self._ready.get()
-        if isinstance(work, BaseException):
-            raise work
-        frame, payload, states, decoding = work
+        frame, payload, states, decoding = self._next()
         if decoding is None:
             again = partial(self._sent_again, frame, states)
             items = decode_items(frame, payload, again, self._model.inputs)
@@ -112,7 +111,20 @@ class DecodingLoop:
             self._finishing.put(executed._replace(outcome=_kept(executed.outcome)))
         else:
             header, data = executed.message(self._model)
+            self._measured.send_if_due()
             self._sender.send(header, *data)
+
+    def _next(self) -> _Work:
+        """The next frame. While there is none, what the model has measured is sent."""
+        while True:
+            try:
+                work = self._ready.get(timeout=self._measured.send_if_due())
+            except queue.Empty:
+                continue
+            if isinstance(work, BaseException):
+                raise work
+            if work is not None:
+                return work
 
     # --- the intake ----------------------------------------------------------------------------------------
 
@@ -145,6 +157,8 @@ class DecodingLoop:
                 executed = encoded(self._model, executed, self._pool, raised)
                 header, data = executed.message(self._model)
                 self._sender.send(header, *data)
+                if self._measured.has_news:
+                    self._ready.put(None)  # the main thread sends it
         except BaseException as error:  # the main thread raises it
             self._ready.put(error)
 

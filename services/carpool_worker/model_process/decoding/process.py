@@ -16,9 +16,15 @@ from typing import Any, Final
 
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.apart import set_apart
-from carpool_worker.model_process.configuration import CONFIGURATION, Configuration
+from carpool_worker.model_process.configuration import CONFIGURATION
 from carpool_worker.model_process.decoding.exchange import SharedMemory, Written
-from carpool_worker.model_process.frames import Failure, MessageReader, ProcessGoneError, StrayBytesError
+from carpool_worker.model_process.frames import (
+    Failure,
+    Measured,
+    MessageReader,
+    ProcessGoneError,
+    StrayBytesError,
+)
 
 STOP_S: Final = 5.0
 _THREADS: Final = ("_NUM_THREADS", "_MAXIMUM_THREADS")  # ends of the names of variables
@@ -47,10 +53,13 @@ class HookRaisedError(Exception):
 class DecoderProcess:
     """See the module. `memory` has what is sent and what comes back."""
 
-    def __init__(self, location: str, worker: str, configuration: bytes = b"") -> None:
-        """`configuration`: what the model is made with, encoded; empty: nothing."""
+    def __init__(
+        self, location: str, worker: str, configuration: bytes, on_measured: Callable[[Measured], object]
+    ) -> None:
+        """`configuration`: what the model is made with, encoded. `on_measured` is told what it measures."""
         self._location = location
-        self._configuration = configuration or Configuration().encode()
+        self._configuration = configuration
+        self._on_measured = on_measured
         self._worker = worker
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
@@ -101,7 +110,9 @@ class DecoderProcess:
         self.memory.trim()
         try:
             frames.send_message(sock, (hook, write(self.memory), request))
-            kind, *fields = reader.receive()[0]
+            while (measured := Measured.read(answer := reader.receive()[0])) is not None:
+                self._on_measured(measured)
+            kind, *fields = answer
         except StrayBytesError:
             self._give_up("its model wrote into the connection to its model process")
         if kind == ENDING:

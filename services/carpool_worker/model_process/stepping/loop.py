@@ -13,6 +13,7 @@ from typing import Final
 
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.loaded import SteppingModel
+from carpool_worker.model_process.measured import MeasuredSender
 from carpool_worker.model_process.raised import RaisedLog
 from carpool_worker.model_process.stepping.frames import Admit, Configure, Drop, read_worker_message
 from carpool_worker.model_process.stepping.stepper import Stepper
@@ -29,6 +30,7 @@ class StepLoop:
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._raised = raised
+        self._measured = MeasuredSender(sock)
         self._stepper = Stepper(model, observe=self._raised.observe)
         self._sent_s = 0.0  # when the last Step was sent
 
@@ -42,12 +44,14 @@ class StepLoop:
     def run_once(self) -> None:
         """One turn. Raises ProcessGoneError."""
         if not self._stepper.has_next:
+            self._measured.wait(self._reader)
             self._receive()
         while self._reader.has_buffered or self._readable.poll(0):
             self._receive()
         if self._stepper.has_next:
             is_due = time.monotonic() - self._sent_s > SIGN_OF_LIFE_S
             step = self._stepper.advance(must_report=is_due or self._raised.has_news)
+            self._measured.send_if_due()
             if step is not None:
                 frames.send_message(self._sock, self._raised.named(step))
                 self._sent_s = time.monotonic()
