@@ -36,6 +36,7 @@ from carpool.producer_ratios import ProducerRatios
 from carpool.rows import Rows, StoredBody
 from carpool.wire.bodies import decode_body, encode_result_body, result_type
 from carpool.wire.content_types import accepted, is_value
+from carpool.wire.padding import pad_bytes, padded_shape, true_sizes
 from carpool.wire.tensors import (
     Array,
     HeadMemo,
@@ -104,6 +105,7 @@ class Codec:
         self.batch_size_max: int | None = None  # requests that the model takes at a time; None: any number
         self._version = ready.version
         self._has_cost = ready.has_cost
+        self._pads = any(spec.buckets for spec in ready.inputs)
         self._takes_sequences = ready.kind.has_sequences
         self._initial_state = ready.initial_state  # empty: no states of sequences are in Redis
         self._memo = HeadMemo()
@@ -190,6 +192,8 @@ class Codec:
         rows = run.bodies
         if type(rows) is not Rows or len(self.inputs) != 1 or len(rows) < 2 or self._takes_sequences:
             return None
+        if self._pads:
+            return None
         spec = self.inputs[0]
         if run.content_type == RAW:
             if rows.head or spec.fixed_bytes != rows.width or not _are_valid(spec.datatype, rows.data):
@@ -222,8 +226,12 @@ class Codec:
         try:
             data = self._memo.data_of(body) if run.content_type == MSGPACK else None
             if data is None or not _are_valid(self._memo.datatype, data):
-                return self._decode(run.content_type, body)
-            return ((self.inputs[0].name, self._memo.datatype, self._memo.shape),), data
+                decoded = self._decode(run.content_type, body)
+            else:
+                decoded = ((self.inputs[0].name, self._memo.datatype, self._memo.shape),), data
+            if self._pads:
+                decoded, execution.sizes[position] = self._padded(decoded)
+            return decoded
         except CarpoolError as error:
             execution.fail(position, error.status, error.detail)
         except MemoryError:
@@ -233,6 +241,22 @@ class Codec:
             execution.fail(position, INVALID_ARGUMENT, f"body: cannot be decoded ({error})")
         execution.unexecuted.append(position)
         return None
+
+    def _padded(self, decoded: _Decoded) -> tuple[_Decoded, dict[str, list[int]]]:
+        """A decoded body, padded to buckets, and its true sizes. Raises InvalidArgumentError if it is too
+        large."""
+        layouts, data = decoded
+        pieces = [data] if len(layouts) == 1 else data
+        found: list[Layout] = []
+        padded: list[Buffer] = []
+        sizes: dict[str, list[int]] = {}
+        for spec, (name, datatype, shape), piece in zip(self.inputs, layouts, pieces, strict=True):
+            bucket = padded_shape(spec, shape)
+            found.append((name, datatype, bucket))
+            padded.append(pad_bytes(spec, shape, bucket, piece) if spec.buckets else piece)
+            if spec.buckets:
+                sizes[name] = true_sizes(spec, shape)
+        return (tuple(found), padded[0] if len(layouts) == 1 else padded), sizes
 
     def _why_without_state(self, execution: Execution, run: BatchedRun, position: int) -> str:
         """Why a request cannot be executed for want of the state of its sequence; empty if it can be."""
@@ -308,9 +332,16 @@ class Codec:
         fields: list[RequestFields] = []
         if self.wants_requests:
             fields = [self.request_fields(execution, position) for position in positions]
-        deadlines = _deadlines(execution, positions)
-        result_bytes_max = execution.batch.max_result_bytes
-        header = FrameHeader(positions[0], len(positions), layouts, fields, deadlines, result_bytes_max)
+        header = FrameHeader(
+            positions[0],
+            len(positions),
+            layouts,
+            fields,
+            _deadlines(execution, positions),
+            execution.batch.max_result_bytes,
+        )
+        if self._pads:
+            header = header._replace(sizes=_by_input([execution.sizes[position] for position in positions]))
         if self._has_cost:
             cost_max = execution.batch.max_batch_cost
             header = header._replace(cost_max=cost_max, costs=_costs(execution, positions))
@@ -350,10 +381,14 @@ class Codec:
         body, part = run.bodies[index], run.sequence
         if isinstance(body, StoredBody) or len(body) > EXAMPLE_BYTES_MAX or (part and not part.starts):
             return None
+        sizes: dict[str, list[int]] = {}
         try:
-            layouts, value = self._decode(run.content_type, bytes(body))
+            decoded = self._decode(run.content_type, bytes(body))
+            if self._pads:
+                decoded, sizes = self._padded(decoded)
         except Exception:  # it was decoded before, as rows
             return None
+        layouts, value = decoded
         run_fields = self.request_fields(execution, position)
         sequence = (EXAMPLE_SEQUENCE, True, True) if self._takes_sequences else _NO_SEQUENCE
         # It is executed later, and once in each process: it has no deadline, and counts as delivered once.
@@ -361,7 +396,7 @@ class Codec:
         fields = [request] if self.wants_requests else []
         payload = b"".join([*_payload(layouts, [value]), self._initial_state])
         batch = execution.batch
-        header = FrameHeader(0, 1, layouts, fields)
+        header = FrameHeader(0, 1, layouts, fields, sizes=_by_input([sizes]))
         if self._wants_callers:
             header = header._replace(callers=[_caller(run, index)])
         return Example(header, payload, request, batch.cost, batch.max_execution_ms)
@@ -379,6 +414,8 @@ class Codec:
         execution.compute_us += outcome.compute_us
         execution.frames_executed += outcome.parts
         execution.cost += outcome.cost
+        execution.decode_us = max(execution.decode_us, outcome.decode_us)
+        execution.decode_waited_us += outcome.waited_us
         execution.executed += outcome.executed_together
         execution.is_normal &= outcome.executed_together > 0 or frame.is_apart
         if outcome.errors:
@@ -393,6 +430,8 @@ class Codec:
             execution.unexecuted += [frame.positions[index] for index in (*outcome.refused, *outcome.raised)]
             for index, (status, detail) in failures.items():
                 execution.fail(succeeded[index], status, detail)
+            for index, reason in outcome.given_up.items():
+                execution.dead_letter(succeeded[index], reason)
             succeeded = [position for index, position in enumerate(succeeded) if index not in failures]
         if self._initial_state:
             payload = self._take_states(execution, succeeded, payload)
@@ -495,6 +534,11 @@ def _deadlines(execution: Execution, positions: Sequence[int]) -> Sequence[tuple
     else:
         deadlines = [(1, execution.locate(position)[0].deadline_us) for position in positions]
     return deadlines if any(deadline_us is not None for _, deadline_us in deadlines) else ()
+
+
+def _by_input(sizes: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[Sequence[int]]]:
+    """The true sizes of requests, for a frame: of each padded input those of all."""
+    return {name: [of_one[name] for of_one in sizes] for name in sizes[0]}
 
 
 def _costs(execution: Execution, positions: Sequence[int]) -> Sequence[tuple[int, int]]:

@@ -20,6 +20,7 @@ from carpool.model_settings import ModelKind
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
 from carpool_worker.model_process.calls import Calls
+from carpool_worker.model_process.decoding.loop import execute_alone
 from carpool_worker.model_process.executor import run_now
 from carpool_worker.model_process.frame_execution import execute_frame_async
 from carpool_worker.model_process.loaded import description_of, kind_of
@@ -108,9 +109,12 @@ class DryRun:
         for frame in execution.frames:
             sent = partial(bytearray().join, frame.payload)
             given = sent()
-            calls = None if self._calls is None else self._calls.of_frame(frame.header)
-            executing = execute_frame_async(self._model, frame.header, given, sent, self._keep, calls)
-            header, payload = self._run(executing)
+            if self._model.beside is None:
+                calls = None if self._calls is None else self._calls.of_frame(frame.header)
+                executing = execute_frame_async(self._model, frame.header, given, sent, self._keep, calls)
+                header, payload = self._run(executing)
+            else:
+                header, payload = execute_alone(self._model, frame.header, given, self._keep)
             self.has_changed_inputs = self.has_changed_inputs or given != sent()
             self._codec.take_outcome(execution, frame, header, b"".join(payload))
             datatypes.add(header.layouts[0][1] if len(header.layouts) == 1 else "")

@@ -88,11 +88,13 @@ class Execution:
     ready_us: int = 0  # when it was decoded, by Redis's clock
     waited_us: int = 0  # time in which it waited for the model process, undecoded or decoded
     input_us: int = 0  # time spent decoding
+    decode_us: int = 0  # how long the model process took to decode, after the frame had come (`decoding`)
+    decode_waited_us: int = 0  # for how much of that the model waited
     compute_us: int = 0  # time spent in the model, over all frames
     counted_us: int = 0  # what of it was counted with results that were answered ahead
     executed_ns: int = 0  # when the last outcome came, by the monotonic clock; 0: none did
     overhead_us: int = 0  # for which these frames occupied the process beside that
-    frames_executed: int = 0  # or parts of them, as the model tells costs
+    frames_executed: int = 0  # or parts of them, by cost or by shape
     cost: int = 0  # of all requests that were executed, as the model tells it
     executed: int = 0  # requests that the model executed, in frames whose execution was a normal one
     is_normal: bool = True  # whether that is so for all frames but those that are apart
@@ -103,6 +105,7 @@ class Execution:
     first_us: int | None = None  # the time from its arrival to the first of these
     # The states of the sequences, by position: those that were loaded, and after the execution the new ones.
     states: dict[int, bytes] = field(default_factory=dict)
+    sizes: dict[int, dict[str, list[int]]] = field(default_factory=dict)  # true ones of padded inputs
 
     @property
     def is_suspect(self) -> bool:
@@ -197,12 +200,14 @@ class Execution:
 
     # --- results -------------------------------------------------------------------------------------------
 
-    def dead_letter(self, position: int) -> None:
-        """Give up a request: keep it as a dead letter, and answer its producer ABORTED."""
-        deaths = self.deaths.get(position, 0)
-        reason = f"its model process or worker died {deaths} times while executing it"
-        if self.cause_of_death:
-            reason += f"; the last time: {self.cause_of_death}"
+    def dead_letter(self, position: int, reason: str = "") -> None:
+        """Give up a request: keep it as a dead letter, and answer its producer ABORTED. `reason`: if no model
+        process or worker died of it."""
+        deaths = self.deaths.get(position, DEATHS_MAX if reason else 0)
+        if not reason:
+            reason = f"its model process or worker died {deaths} times while executing it"
+            if self.cause_of_death:
+                reason += f"; the last time: {self.cause_of_death}"
         self.dead_letters.append(DeadLetter(self.batch.requests[position], reason, deaths))
         self.fail(position, ABORTED, f"{GIVEN_UP}: {reason}")
 

@@ -78,6 +78,10 @@ class WorkerMetrics(CommonMetrics):
         self._input = self._histogram(
             "carpool_compute_input_seconds", "Time to decode a batch's bodies for the model"
         )
+        self._decode_wait = self._histogram(
+            "carpool_decode_wait_seconds",
+            "Time that a model process waits until a batch is decoded, of a model with `decode`",
+        )
         self._infer = self._histogram(
             "carpool_compute_infer_seconds", "Time that the model takes for a batch"
         )
@@ -169,6 +173,8 @@ class WorkerMetrics(CommonMetrics):
         self.ended(execution, counts, now_us)
         self._output.observe_equal(output_us, 1)
         self._executions.inc(execution.frames_executed)
+        if execution.decode_us:
+            self._decode_wait.observe_equal(execution.decode_waited_us, 1)
         if execution.cost:
             self._cost.inc(execution.cost)
 

@@ -282,8 +282,11 @@ class ProcessHandle:
         return number == next(iter(self._unanswered), None)
 
     def _send_again(self, wanted: Again) -> None:
-        """Send the oldest frame without an outcome once more. Raises ProcessGoneError for another one."""
-        if not self._is_awaited(wanted.number):
+        """Send a frame without an outcome once more. Raises ProcessGoneError for another one.
+
+        One that is not the oldest is executed while results of the one before it are encoded.
+        """
+        if wanted.number not in self._unanswered:
             self._end("it asked for a frame out of order, as a process does that the model forked")
         header, payload = self._unanswered[wanted.number]
         self.send_message((*header[:-1], wanted.number), *payload)

@@ -32,6 +32,7 @@ EXECUTIONS_MAX: Final = 2
 # A busy replica fetches its next batch this long before it expects to be idle: early enough to hide the round
 # trip to Redis, too late to take a batch that an idle replica would have started sooner.
 PREFETCH_LEAD_S: Final = 0.002
+DECODE_DECAY: Final = 0.9  # of the time to decode a batch, with each that took less
 EARLY_FINISH_RATIO: Final = 0.8  # of the expected execution time: a batch may finish that early
 
 
@@ -40,6 +41,7 @@ class Replica(BatchReplica[Execution]):
 
     _busy_since_s = 0.0  # since when the first unfinished execution is executed
     _occupied_since_s = 0.0  # since when the frame that the process has is its own
+    _decode_s = 0.0  # how long the model process takes to decode a batch, of late; 0 if it does not
 
     # --- the loop ------------------------------------------------------------------------------------------
 
@@ -87,8 +89,8 @@ class Replica(BatchReplica[Execution]):
             return 0.0
         expected_s = first.batch.expected_us / 1e6
         if not expected_s:
-            return float("inf")
-        return self._busy_since_s + EARLY_FINISH_RATIO * expected_s - PREFETCH_LEAD_S
+            return 0.0 if self._decode_s else float("inf")
+        return self._busy_since_s + EARLY_FINISH_RATIO * expected_s - PREFETCH_LEAD_S - self._decode_s
 
     def take(self, execution: Execution) -> None:
         """Take a batch that was fetched or reclaimed, and decode it."""
@@ -153,7 +155,10 @@ class Replica(BatchReplica[Execution]):
     def _take_outcome(self, execution: Execution, outcome: OutcomeHeader, payload: Buffer) -> None:
         now_s = time.monotonic()
         occupied_us, self._occupied_since_s = int((now_s - self._occupied_since_s) * 1e6), now_s
-        execution.overhead_us += max(0, occupied_us - outcome.compute_us)
+        # While bodies are decoded the process is not occupied: that is a part of the way to it.
+        execution.overhead_us += max(0, occupied_us - outcome.compute_us - outcome.waited_us)
+        if outcome.decode_us:
+            self._decode_s = max(outcome.decode_us / 1e6, DECODE_DECAY * self._decode_s)
         super()._take_outcome(execution, outcome, payload)
         if execution.is_finished:
             self._busy_since_s = time.monotonic()

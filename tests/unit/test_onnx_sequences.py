@@ -461,7 +461,10 @@ START = '[controls]\nSTART = { input = "start" '
         ("states = [1]", "states[0]: 1 must be a table with the keys input, output, axis, shape, initial"),
         ("constants = 5", "constants: 5 must be a table of inputs with their values, such as sr = 16000"),
         ("controls = 5", 'controls: 5 must be a table, such as START = { input = "start" }'),
-        ("state = []", "state: unknown key; valid are states, constants, controls, outputs and settings"),
+        (
+            "state = []",
+            "state: unknown key; valid are states, constants, controls, padding, cut, outputs and settings",
+        ),
         ("max_batch_size = 0", "max_batch_size is 0: must be a whole number of at least 1"),
         ("max_batch_size = true", "max_batch_size is True: must be a whole number of at least 1"),
         ("policy = 'never'", "policy is 'never': must be eager, deferred"),

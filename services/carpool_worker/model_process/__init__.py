@@ -17,10 +17,14 @@
     printed          what the model prints and logs: in the log at once
     model            from a user's model to a loaded one
     loaded           a loaded model: its functions under one interface, and what it declares
+    creation         from a model's location to its object, made with what it is given
     loader           from a model's name on the command line to the model
     parameters       which a model declares, and the values for it
     configuration    what a model is loaded with beside its object, as the worker sends it
     stepping         the package for models that generate step by step
+    decoding         the package for models that decode bodies, and encode results, beside their batches
+    padding          batches that are padded, and results that are cut back
+    apart            sets a process apart from what the model does to sockets and signals
     bound_executor   runs a model that binds sequences on the rows of all its slots
 
 `configuration`, `frames` and `stepping.frames` are the boundary, shared by both processes. Beside them the

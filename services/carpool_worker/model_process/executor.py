@@ -6,6 +6,7 @@ calls; the worst case is 2n - 1 calls. A wrong number of results fails all items
 results are missing. So do wrong new states.
 
 Where the model tells what a body costs, it gets the items in parts of at most `max_batch_cost` (`costs`).
+Items of shapes that one call cannot take are in several parts, too.
 An error that says which request it concerns (`request_index`) fails that one, and the others are executed
 again together: what another model answered is no reason to ask it again and again.
 
@@ -21,13 +22,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, CarpoolError
 from carpool.parts import Buffer
-from carpool.wire.tensors import Array
+from carpool.wire.tensors import Array, TensorSpec
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.calls import FrameCalls
 from carpool_worker.model_process.costs import cost_of, of_producers, parts_of
@@ -38,7 +40,7 @@ from carpool_worker.model_process.failures import (
     failure_of,
     not_observed,
 )
-from carpool_worker.model_process.frames import Failure, FrameHeader, RequestFields
+from carpool_worker.model_process.frames import Failure, FrameHeader, Layout, RequestFields
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.outputs import (
     Results,
@@ -47,15 +49,17 @@ from carpool_worker.model_process.outputs import (
     check_form,
     join,
     results_of,
+    rows_of,
     settled,
     without,
 )
+from carpool_worker.model_process.padding import TrueSizes, cut_row, with_lengths
 from carpool_worker.model_process.states import States
 
 _LATE_AT_START: Final = (DEADLINE_EXCEEDED, "expired: its deadline passed before its batch was executed")
 _LATE_AT_PART: Final = (
     DEADLINE_EXCEEDED,
-    "expired: its deadline passed while other parts of its batch were executed (max_batch_cost)",
+    "expired: its deadline passed while other parts of its batch were executed (max_batch_cost, shapes)",
 )
 _LATE_WHEN_HALVED: Final = (
     DEADLINE_EXCEEDED,
@@ -67,10 +71,22 @@ T = TypeVar("T")
 FIXED_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})  # of values that nobody can change
 
 
+class Checked(NamedTuple):
+    """What became of items that were validated before: those that failed, and what the others cost, by index.
+    There are no costs if the model tells none."""
+
+    failures: Mapping[int, Failure]
+    costs: Mapping[int, int]
+
+
 class Items(Protocol):
     """The bodies of a frame's requests, by index, as they were sent: what is handed out may be changed."""
 
     def __len__(self) -> int: ...
+    @property
+    def checked(self) -> Checked | None:
+        """What is known of them already; None: they are to be validated."""
+
     def item(self, index: int) -> Any:
         """One item, as passed to `validate`."""
 
@@ -80,12 +96,17 @@ class Items(Protocol):
     def spread(self, indexes: Mapping[int, int], count: int) -> Any:
         """As `select`, of `count` rows: at each key of `indexes` the item of that index, else nothing."""
 
+    def together(self, indexes: Sequence[int]) -> Sequence[Sequence[int]]:
+        """These indexes in groups that one call of the model can take."""
+
 
 class ListItems:
     """Bodies of a model that declares no tensors: `predict` gets a list.
 
     Bodies that may be changed are handed out once, and unpacked again if they are wanted again.
     """
+
+    checked = None
 
     def __init__(self, values: list[Any], packed: Buffer = b"") -> None:
         """`packed`: the list of these values."""
@@ -122,6 +143,9 @@ class ListItems:
     def spread(self, indexes: Mapping[int, int], count: int) -> list[Any]:
         return [self.item(indexes[row]) if row in indexes else None for row in range(count)]
 
+    def together(self, indexes: Sequence[int]) -> Sequence[Sequence[int]]:
+        return (indexes,)
+
 
 class StackedItems:
     """Bodies of a model that declares tensors: `predict` gets one stacked array, or several by name.
@@ -129,6 +153,8 @@ class StackedItems:
     All of them together are handed out as they are. If they are wanted once more, the model may have written
     into them: then they are asked for `again`. Single ones, halves and rows of slots are copies.
     """
+
+    checked = None
 
     def __init__(self, arrays: Stacked, again: Callable[[], Stacked] | None = None) -> None:
         """`again` brings the arrays as they were sent. None: nothing is wanted after all were handed out."""
@@ -159,11 +185,41 @@ class StackedItems:
         spread = {name: _spread(array, indexes, count) for name, array in self._as_sent().items()}
         return next(iter(spread.values())) if self._is_one else spread
 
+    def together(self, indexes: Sequence[int]) -> Sequence[Sequence[int]]:
+        return (indexes,)
+
     def _as_sent(self) -> Stacked:
         if self._is_handed_out:
             assert self._again is not None
             self._arrays, self._is_handed_out = self._again(), False
         return self._arrays
+
+
+class PaddedItems(StackedItems):
+    """The same where inputs are padded: `validate` gets each as it was sent, and `predict` the true sizes."""
+
+    def __init__(
+        self,
+        arrays: Stacked,
+        again: Callable[[], Stacked] | None,
+        specs: Sequence[TensorSpec],
+        sizes: TrueSizes,
+    ) -> None:
+        def complete(arrays: Stacked) -> Stacked:
+            return with_lengths(arrays, specs, sizes)
+
+        super().__init__(complete(arrays), again and (lambda: complete(again())))
+        self._specs = specs
+        self._sizes = sizes
+
+    def item(self, index: int) -> Any:
+        rows: dict[str, Any] = {}
+        for spec in self._specs:
+            row = self._as_sent()[spec.name][index]
+            if spec.buckets:
+                row = cut_row(row, spec, self._sizes[spec.name][index])
+            rows[spec.name] = _copied(row)
+        return rows if len(rows) > 1 else next(iter(rows.values()))
 
 
 def _copied(row: Any) -> Any:
@@ -183,13 +239,28 @@ def _spread(array: Array, indexes: Mapping[int, int], count: int) -> Array:
     return rows
 
 
-def decode_items(frame: FrameHeader, payload: Buffer, again: Callable[[], Buffer] | None = None) -> Items:
-    """The bodies in a frame's payload, without states. `again`: see StackedItems; it brings the payload."""
+def decode_items(
+    frame: FrameHeader,
+    payload: Buffer,
+    again: Callable[[], Buffer] | None = None,
+    specs: Sequence[TensorSpec] = (),
+) -> Items:
+    """The bodies in a frame's payload, without states. `again`: see StackedItems; it brings the payload.
+    `specs`: the declared inputs, which tell what is padded."""
     if not frame.layouts:
         return ListItems(frames.unpack_bodies(payload), payload)
     layouts, count = frame.layouts, frame.size
     arrays = frames.unstack(layouts, count, payload)
-    return StackedItems(arrays, again and (lambda: frames.unstack(layouts, count, again())))
+    unstack_again: Callable[[], Stacked] | None = None
+    if again is not None:
+        unstack_again = partial(_unstacked, layouts, count, again)
+    if frame.sizes:
+        return PaddedItems(arrays, unstack_again, specs, frame.sizes)
+    return StackedItems(arrays, unstack_again)
+
+
+def _unstacked(layouts: Sequence[Layout], count: int, sent: Callable[[], Buffer]) -> Stacked:
+    return frames.unstack(layouts, count, sent())
 
 
 class Outcome(NamedTuple):
@@ -267,55 +338,55 @@ async def execute_async(
     raises, each time it does. `cost_max`, `producer_costs`: as in a frame. `calls`: of a model that calls
     others.
     """
-    failures = validate(model, items)
+    checked = items.checked
+    failures = validate(model, items) if checked is None else dict(checked.failures)
     refused = tuple(failures)
     failures.update((index, _LATE_AT_START) for index in late if index not in failures)
     valid: Sequence[int] = range(len(items))
     if failures:
         valid = [index for index in valid if index not in failures]
-    parts: list[Results] = []
-    raised: list[int] = []
     given = _Given(items, requests, states, is_late, observe, calls)
+    costs: Mapping[int, int] = {}
     if model.cost is not None:
-        return await _execute_in_parts(model, given, valid, failures, refused, cost_max, producer_costs)
-    if valid and not await _attempt(model, given, valid, failures, parts, raised):
-        return Outcome(failures, join(parts), 0, tuple(raised), refused)
-    return Outcome(failures, join(parts), len(valid), (), refused)
-
-
-async def _execute_in_parts(
-    model: LoadedModel,
-    given: _Given,
-    valid: Sequence[int],
-    failures: dict[int, Failure],
-    refused: Sequence[int],
-    cost_max: int | None,
-    producer_costs: Sequence[tuple[int, int]],
-) -> Outcome:
-    """As `execute`, of a model that tells the cost of a body."""
-    costs = _costs(model, given, valid, producer_costs, failures)
-    together = parts_of([*costs], costs, cost_max)
-    if model.wants_requests:
-        given = given._replace(requests=_with_costs(given.requests, costs))
+        costs = _costs(model, given, valid, producer_costs, failures) if checked is None else checked.costs
+        valid = [index for index in valid if index in costs]
+        if model.wants_requests:
+            given = given._replace(requests=_with_costs(requests, costs))
+    groups = items.together(valid) if valid else ()
+    parts = groups if model.cost is None else [
+        part for group in groups for part in parts_of(group, costs, cost_max)
+    ]  # fmt: skip
     results: list[Results] = []
     raised: list[int] = []
     executed, is_normal = 0, True
-    for number, part in enumerate(together):
+    for number, part in enumerate(parts):
         awaited = _without_late(given, part, failures, _LATE_AT_PART) if number else part
+        of_part: list[Results] = []
         if awaited:
-            is_half = len(together) > 1
-            is_normal &= await _attempt(model, given, awaited, failures, results, raised, is_half=is_half)
+            is_half = len(parts) > 1
+            is_normal &= await _attempt(model, given, awaited, failures, of_part, raised, is_half=is_half)
             executed += len(awaited)
-    cost = sum(costs.values())
+        results.append(join(of_part))
     return Outcome(
         failures,
-        join(results),
+        join(results) if len(groups) < 2 else _in_order(parts, results, failures),
         executed if is_normal else 0,
         tuple(raised),
         refused,
-        cost,
-        max(1, len(together)),
+        sum(costs[index] for index in valid) if costs else 0,
+        max(1, len(parts)),
     )
+
+
+def _in_order(
+    parts: Sequence[Sequence[int]], results: Sequence[Results], failures: Mapping[int, Failure]
+) -> Results:
+    """The results of several parts of a batch, in the order of the items."""
+    rows: dict[int, Any] = {}
+    for part, of_part in zip(parts, results, strict=True):
+        succeeded = [index for index in part if index not in failures]
+        rows.update(zip(succeeded, rows_of(of_part), strict=True))
+    return [rows[index] for index in sorted(rows)]
 
 
 def _costs(
@@ -384,7 +455,7 @@ async def _attempt(
         is_final = len(indexes) == 1 or isinstance(error, WrongOutputError)
         concerned = error.request_index if isinstance(error, CarpoolError) else None
     else:
-        if is_half:  # the model is called again, and may use its arrays again then
+        if is_half:  # or one of several parts: the model is called again, and may use its arrays again then
             results, wrong = settled(Returned(results, wrong))
         failures.update({indexes[row]: failure_of(error, INTERNAL) for row, error in wrong.items()})
         parts.append(results)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from carpool.errors import INTERNAL, RESOURCE_EXHAUSTED
 from carpool.parts import Buffer
@@ -11,9 +12,11 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_executor import BoundExecutor
 from carpool_worker.model_process.calls import FrameCalls
 from carpool_worker.model_process.executor import Outcome, decode_items, execute_async, never_late, run_now
-from carpool_worker.model_process.failures import Observe, not_observed
+from carpool_worker.model_process.failures import Observe, WrongOutputError, failure_of, not_observed
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
+from carpool_worker.model_process.outputs import rows_of
+from carpool_worker.model_process.padding import TrueSizes, cut_rows
 from carpool_worker.model_process.states import States
 
 # Failures, layouts, payload, and why a result is too large, if one is.
@@ -50,23 +53,23 @@ async def execute_frame_async(
     if model.states:
         payload, rows = frames.divide_payload(payload, states_bytes)
         states = States(model.states, rows, frame.size)
-    items = decode_items(frame, payload, lambda: frames.divide_payload(again(), states_bytes)[0])
-    is_late = _lateness(frame)
-    late = [index for index in range(frame.size) if is_late(index)] if _is_one_late(frame) else ()
+    items = decode_items(
+        frame, payload, lambda: frames.divide_payload(again(), states_bytes)[0], model.inputs
+    )
     started_ns = time.perf_counter_ns()
     outcome = await execute_async(
         model,
         items,
         frame.requests,
         states,
-        is_late,
-        late,
+        lateness(frame),
+        late_ones(frame),
         observe,
         frame.cost_max,
         frame.costs,
         calls,
     )
-    header, data = _encoded(model, frame, outcome, started_ns)
+    header, data = outcome_of(model, frame, outcome, _us_since(started_ns))
     return header, [data] if states is None else [data, states.without(header.failures)]
 
 
@@ -75,17 +78,32 @@ def execute_bound_frame(
 ) -> tuple[OutcomeHeader, list[Buffer]]:
     """The same of a model that binds sequences. No request is too late for it, and none is executed again."""
     items, requests = decode_items(frame, payload), [RequestInfo(*request) for request in frame.requests]
-    started_ns = time.perf_counter_ns()
-    header, data = _encoded(executor.model, frame, executor.execute(items, requests), started_ns)
+    header, data = outcome_of(executor.model, frame, *timed(partial(executor.execute, items, requests)))
     return header, [data]
 
 
-def _encoded(
-    model: LoadedModel, frame: FrameHeader, outcome: Outcome, started_ns: int
+def timed(run: Callable[[], Outcome]) -> tuple[Outcome, int]:
+    """What `run` returns, and how long that takes (us)."""
+    started_ns = time.perf_counter_ns()
+    outcome = run()
+    return outcome, _us_since(started_ns)
+
+
+def _us_since(started_ns: int) -> int:
+    return (time.perf_counter_ns() - started_ns) // 1000
+
+
+def outcome_of(
+    model: LoadedModel,
+    frame: FrameHeader,
+    outcome: Outcome,
+    compute_us: int,
+    sizes: TrueSizes | None = None,
 ) -> tuple[OutcomeHeader, bytes]:
-    """The header and the payload of an outcome that has just come. A result that cannot be sent, or is too
-    large, fails its own request."""
-    compute_us = (time.perf_counter_ns() - started_ns) // 1000
+    """The header and the payload of an outcome. A result that cannot be sent, or is too large, fails its own
+    request. `sizes`: the true ones of what the model got padded; None: those of the frame."""
+    if model.cuts:
+        outcome = cut_back(model, outcome, frame.size, frame.sizes if sizes is None else sizes)
     failures, layouts, data, error = _encode(model, outcome, frame.size, frame.result_bytes_max)
     header = OutcomeHeader(
         frame.first,
@@ -102,6 +120,18 @@ def _encoded(
         parts=outcome.parts,
     )
     return header, data
+
+
+def cut_back(model: LoadedModel, outcome: Outcome, count: int, sizes: TrueSizes) -> Outcome:
+    """The outcome with results of the true sizes. If they cannot be cut back, all fail."""
+    indexes = [index for index in range(count) if index not in outcome.failures]
+    rows = rows_of(outcome.results)
+    try:
+        cut_rows(model.cuts, rows, sizes, indexes)
+    except WrongOutputError as error:
+        failures = dict.fromkeys(indexes, failure_of(error, INTERNAL))
+        return outcome._replace(failures=outcome.failures | failures, results=[], executed_together=0)
+    return outcome._replace(results=rows)
 
 
 def _encode(model: LoadedModel, outcome: Outcome, count: int, bytes_max: int) -> _Encoded:
@@ -146,17 +176,26 @@ def _encode_each(outcome: Outcome, count: int, bytes_max: int) -> _Encoded:
     return failures, [], frames.pack_values(sendable), error
 
 
-def _is_one_late(frame: FrameHeader) -> bool:
-    """Whether the deadline of a request has passed while the frame waited for the one before it."""
+def late_ones(frame: FrameHeader) -> Sequence[int]:
+    """The requests whose deadlines have passed by now, for example while the frame waited for another."""
     earliest_us = min([us for _, us in frame.deadlines if us is not None], default=None)
-    return earliest_us is not None and earliest_us <= _redis_now_us(frame)
+    if earliest_us is None or earliest_us > redis_now_us(frame):
+        return ()
+    is_late = lateness(frame)
+    return [index for index in range(frame.size) if is_late(index)]
 
 
-def _redis_now_us(frame: FrameHeader) -> int:
+def deadlines_of(frame: FrameHeader) -> list[int | None]:
+    """Of each request (us), by Redis's clock; empty if none has one."""
+    return [deadline_us for size, deadline_us in frame.deadlines for _ in range(size)]
+
+
+def redis_now_us(frame: FrameHeader) -> int:
+    """Redis's clock."""
     return time.monotonic_ns() // 1000 + frame.redis_ahead_us
 
 
-def _lateness(frame: FrameHeader) -> Callable[[int], bool]:
+def lateness(frame: FrameHeader) -> Callable[[int], bool]:
     """Whether the deadline of the request with an index has passed."""
     if not frame.deadlines:
         return never_late
@@ -164,8 +203,8 @@ def _lateness(frame: FrameHeader) -> Callable[[int], bool]:
 
     def is_late(index: int) -> bool:
         if not deadlines_us:
-            deadlines_us.extend([deadline_us for size, deadline_us in frame.deadlines for _ in range(size)])
+            deadlines_us.extend(deadlines_of(frame))
         deadline_us = deadlines_us[index]
-        return deadline_us is not None and deadline_us <= _redis_now_us(frame)
+        return deadline_us is not None and deadline_us <= redis_now_us(frame)
 
     return is_late

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import socket
 import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
@@ -55,7 +56,8 @@ _READS_MAX: Final = (
 )
 _BUFFER_BYTES: Final = 64 * 1024
 _ONE_WRITE_BYTES_MAX: Final = 64 * 1024  # payloads below this are joined to their header: one system call
-_TENSOR: Final = 1  # msgpack extension type
+_TENSOR: Final = 1  # msgpack extension types
+_ELEMENTS: Final = 2  # an array of texts or bytes
 
 _READY: Final = "ready"
 _LOAD_FAILED: Final = "load failed"
@@ -110,6 +112,7 @@ class FrameHeader(NamedTuple):
     `deadlines`: how many requests, in order, have the same deadline (us) by Redis's clock, which is
     `redis_ahead_us` ahead of this host's monotonic one; None: they have none. Empty if none has one.
     `result_bytes_max`: how many bytes the result of a request may have, packed.
+    `sizes`: of each padded input, the true sizes of each request (`carpool.wire.padding`).
     `cost_max`: what the requests of one call of the model may cost together; None: any. `costs`: how many
     requests, in order, have the same cost from their producers; empty if all have 1. Both only for a model
     that tells the cost of a body.
@@ -122,6 +125,7 @@ class FrameHeader(NamedTuple):
     requests: Sequence[RequestFields] = ()
     deadlines: Sequence[tuple[int, int | None]] = ()
     result_bytes_max: int = RESULT_BYTES_DEFAULT
+    sizes: Mapping[str, Sequence[Sequence[int]]] = {}
     cost_max: int | None = None
     costs: Sequence[tuple[int, int]] = ()
     callers: Sequence[CallerFields] = ()
@@ -178,7 +182,10 @@ class OutcomeHeader(NamedTuple):
     `errors`: the names of what it raised (`raised`), the last one last, and the requests concerned, by index
     in the frame: those on which it raised so alone, or else all on which it did. And why a result is too
     large.
-    `refused`: those that `validate` rejected, by index in the frame.
+    `refused`: those that `validate` or `decode` rejected, by index in the frame.
+    `given_up`: those that ended decoder processes again and again, by index in the frame, and how.
+    `decode_us`, `waited_us`: of a model that decodes (`decoding`), how long after the frame came all bodies
+    were decoded, and for how much of that the model waited.
     For a model that keeps states, the payload ends with the new ones of the requests that did not fail.
     """
 
@@ -194,6 +201,9 @@ class OutcomeHeader(NamedTuple):
     refused: Sequence[int] = ()
     cost: int = 0
     parts: int = 1
+    given_up: Mapping[int, str] = {}
+    decode_us: int = 0
+    waited_us: int = 0
 
     @classmethod
     def read(cls, fields: Sequence[Any]) -> Self:
@@ -203,7 +213,7 @@ class OutcomeHeader(NamedTuple):
         return cls(*fields)
 
 
-_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, dict, list, int, int]
+_OUTCOME_TYPES: Final = [int, int, int, int, dict, list, int, list, dict, list, int, int, dict, int, int]
 
 
 class Raised(NamedTuple):
@@ -291,7 +301,7 @@ class Ending(NamedTuple):
 
 
 class Again(NamedTuple):
-    """Model process to worker: the frame with this number, whose outcome is due next, is wanted once more.
+    """Model process to worker: the frame with this number, which has no outcome yet, is wanted once more.
 
     The model may have changed its payload. The worker sends it as before, after what is on its way.
     """
@@ -353,6 +363,19 @@ def send_message(sock: socket.socket, header: Any, *payload: Buffer) -> None:
             sock.sendall(part)
     except OSError as error:
         raise ProcessGoneError(str(error)) from error
+
+
+class MessageSender:
+    """Sends messages of several threads, one at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+
+    def send(self, header: Any, *payload: Buffer) -> None:
+        """Send one message. Raises ProcessGoneError."""
+        with self._lock:
+            send_message(self._sock, header, *payload)
 
 
 class MessageReader:
@@ -478,10 +501,7 @@ def send_load_result(sock: socket.socket, result: Ready | LoadFailed) -> None:
     if isinstance(result, LoadFailed):
         send_message(sock, (_LOAD_FAILED, *result))
         return
-    inputs, outputs = (
-        [(spec.name, spec.datatype, spec.shape, spec.text, spec.labels) for spec in specs]
-        for specs in (result.inputs, result.outputs)
-    )
+    inputs, outputs = ([spec.fields for spec in specs] for specs in (result.inputs, result.outputs))
     parameters = dict(result.parameters)
     fields = result._asdict() | {"inputs": inputs, "outputs": outputs, "parameters": parameters}
     send_message(sock, (_READY, *fields.values()))
@@ -523,6 +543,19 @@ def pack_values(values: Any) -> bytes:
         return bytes(msgpack.packb(values, default=_pack_other, strict_types=False))
     except BufferError:
         raise ValueError(NOT_CONTIGUOUS) from None
+
+
+def pack_exactly(value: Any) -> bytes:
+    """As `pack_values`, for another process of the same model: arrays of texts and bytes stay arrays."""
+    try:
+        return bytes(msgpack.packb(value, default=_pack_elements, strict_types=False))
+    except BufferError:
+        raise ValueError(NOT_CONTIGUOUS) from None
+
+
+def unpack_exactly(data: Buffer) -> Any:
+    """The inverse of `pack_exactly`, and as `unpack_bodies`."""
+    return _unpack(data, _unpack_elements_or_writable)
 
 
 def unpack_values(data: Buffer) -> Any:
@@ -578,6 +611,22 @@ def _pack_other(value: Any) -> Any:
         return value
     tensor = tensor_map(value)
     return tensor if tensor["datatype"] == "BYTES" else msgpack.ExtType(_TENSOR, msgpack.packb(tensor))
+
+
+def _pack_elements(value: Any) -> Any:
+    packed = _pack_other(value)
+    if not isinstance(packed, dict):  # else it is the map of such an array
+        return packed
+    return msgpack.ExtType(_ELEMENTS, msgpack.packb((packed["shape"], packed["data"])))
+
+
+def _unpack_elements_or_writable(code: int, data: bytes) -> Any:
+    if code != _ELEMENTS:
+        return _unpack_writable(code, data)
+    shape, elements = msgpack.unpackb(data)
+    array = np.empty(len(elements), object)
+    array[:] = elements
+    return array.reshape(shape)
 
 
 def _unpack_ext(code: int, data: bytes, read: _Read = from_bytes) -> Any:

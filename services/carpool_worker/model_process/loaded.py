@@ -11,6 +11,7 @@ from carpool.messages.requests import JSON, PRIORITY_DEFAULT
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.tensors import StateSpec, TensorSpec
 from carpool_worker.model_process.frames import Ready
+from carpool_worker.model_process.padding import Cut, cuts_of
 
 
 class RequestInfo(NamedTuple):
@@ -85,12 +86,31 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What a model does for single requests, beside the execution of batches: see the package `decoding`.
+
+    `decode` makes of a body what the model gets of it, and `encode` of what it returned the result; each
+    takes a `request`, if it is in `take_request`. `workers`: how many are called at a time, in threads of
+    this process, or `in_processes` of their own. `decoded`: the tensors that `decode` returns, if the model
+    gets them stacked.
+    """
+
+    decode: Callable[..., Any] | None = None
+    encode: Callable[..., Any] | None = None
+    take_request: tuple[str, ...] = ()
+    workers: int = 1
+    in_processes: bool = False
+    decoded: tuple[TensorSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel(Declarations):
     """A user's model, loaded, that executes batches.
 
     `run` takes a batch and `requests`; one of a model with `states` takes these as well, and returns outputs
     and new states; one that `wants_clients` takes `clients`, by name. Of an async model it is a coroutine
-    function. `initial_state`: the bytes of the state of a sequence that starts.
+    function. `initial_state`: the bytes of the state of a sequence that starts. `given`: the tensors that
+    `run` gets stacked, if any; `cuts`: the outputs that are cut back to the true sizes of these.
     """
 
     run: Callable[..., Any]
@@ -99,11 +119,18 @@ class LoadedModel(Declarations):
     is_async: bool = False
     states: tuple[StateSpec, ...] = ()
     initial_state: bytes = b""
+    beside: Beside | None = None
     output_datatypes: Mapping[str, str] = field(init=False)  # declared ones, by name
+    given: tuple[TensorSpec, ...] = field(init=False)
+    cuts: tuple[Cut, ...] = field(init=False)
     seen: Seen = field(default_factory=Seen, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output_datatypes", {spec.name: spec.datatype for spec in self.outputs})
+        decodes = self.beside is not None and self.beside.decode is not None
+        given = self.beside.decoded if self.beside is not None and decodes else self.inputs
+        object.__setattr__(self, "given", given)
+        object.__setattr__(self, "cuts", cuts_of(given, self.outputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +168,7 @@ def description_of(model: LoadedModel | SteppingModel) -> Ready:
         model.settings.as_text(),
         model.inputs,
         model.outputs,
-        isinstance(model, SteppingModel | BoundModel) or model.wants_requests,
+        isinstance(model, SteppingModel | BoundModel) or model.wants_requests or _hooks_take_request(model),
         dict(model.misspelt),
         kind_of(model),
         b"" if isinstance(model, SteppingModel) else model.initial_state,
@@ -151,6 +178,10 @@ def description_of(model: LoadedModel | SteppingModel) -> Ready:
         not isinstance(model, SteppingModel) and model.wants_clients,
         not isinstance(model, SteppingModel) and model.is_async,
     )
+
+
+def _hooks_take_request(model: LoadedModel) -> bool:
+    return model.beside is not None and bool(model.beside.take_request)
 
 
 def kind_of(model: LoadedModel | SteppingModel) -> ModelKind:

@@ -1,5 +1,5 @@
-"""The model process: load a model, and serve it: in `stepping.loop` if it steps, in `async_loop` if it
-is async, else in `frame_loop`.
+"""The model process: load a model, and serve it: in `stepping.loop` if it steps, in `decoding.loop` if it
+decodes or encodes beside its batches, in `async_loop` if it is async, else in `frame_loop`.
 
 A worker starts it as `python -m carpool_worker.model_process.main`. It talks only to its worker. The model
 has this process to itself: it may hold the GIL, sleep in C, leak or crash while the worker goes on fetching,
@@ -11,14 +11,9 @@ Why: docs/decisions/0025.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import resource
-import secrets
-import signal
-import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NoReturn
 
@@ -28,12 +23,17 @@ from carpool.logs import configure_logs
 from carpool.plugins import UnusableError
 from carpool.shown import shortened
 from carpool_worker.model_process import frames
+from carpool_worker.model_process.apart import leave_signals_to_the_worker, set_apart
 from carpool_worker.model_process.async_loop import AsyncFrameLoop
 from carpool_worker.model_process.calls import Calls
 from carpool_worker.model_process.configuration import Configuration
+from carpool_worker.model_process.decoding.callers import Caller, ProcessCaller, ThreadCaller
+from carpool_worker.model_process.decoding.loop import DecodingLoop
+from carpool_worker.model_process.decoding.pool import Pool
+from carpool_worker.model_process.decoding.process import DecoderLoadError
 from carpool_worker.model_process.frame_loop import FrameLoop
-from carpool_worker.model_process.frames import LoadFailed, Raised
-from carpool_worker.model_process.loaded import LoadedModel, description_of
+from carpool_worker.model_process.frames import LoadFailed, MessageSender, Raised
+from carpool_worker.model_process.loaded import Beside, LoadedModel, description_of
 from carpool_worker.model_process.model import LoadError, SteppingModel, load_configured
 from carpool_worker.model_process.printed import show_output
 from carpool_worker.model_process.raised import RaisedLog
@@ -41,7 +41,6 @@ from carpool_worker.model_process.stepping.loop import StepLoop
 
 EXIT_UNHEALTHY: Final = 70
 REASON_CHARS_MAX: Final = 1000  # of why it is unhealthy, which producers get as well
-DESCRIPTORS_MAX: Final = 4096  # that of the socket is below: the kernel keeps a table up to the highest
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,15 +52,23 @@ def main(argv: Sequence[str]) -> int:
     parent, descriptor, location, device, worker = argv
     die_with_parent(int(parent))
     keep_freed_memory()
-    _leave_signals_to_the_worker()
-    sock = _set_apart(int(descriptor))
+    leave_signals_to_the_worker()
+    sock = set_apart(int(descriptor))
+    sender = MessageSender(sock)
     name = os.environ.get("CARPOOL_SERVED_MODEL", location)
     configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model", model=name, worker=worker)
     show_output()
+    pool = None
     try:
         _, payload = frames.MessageReader(sock).receive()  # the next message is for a model that is loaded
         model = load_configured(location, device, Configuration.decode(payload))
         calls = _calls_of(model, name)
+        if isinstance(model, LoadedModel) and model.beside is not None:
+            pool = _started_pool(model.beside, location, worker, bytes(payload))
+    except DecoderLoadError as error:
+        reason = f"the model cannot be loaded in a decoder process: {error}"
+        frames.send_load_result(sock, LoadFailed(reason, error.trace))
+        return 1
     except UnusableError as error:
         frames.send_load_result(sock, LoadFailed(str(error), trace=""))
         return 1
@@ -71,19 +78,31 @@ def main(argv: Sequence[str]) -> int:
     except frames.ProcessGoneError:  # the worker ended
         return 1
     frames.send_load_result(sock, description_of(model))
-    raised = RaisedLog(partial(_tell, sock))
+    raised = RaisedLog(partial(_tell, sender))
     try:
         if isinstance(model, SteppingModel):
             StepLoop(sock, model, raised).run()
+        elif pool is not None:
+            DecodingLoop(sock, sender, model, raised, pool).run()
         elif model.is_async:
             AsyncFrameLoop(sock, model, raised, calls).run()
         else:
             FrameLoop(sock, model, raised, calls).run()
     except Unhealthy as error:
-        _end_unhealthy(sock, raised, error)
+        _end_unhealthy(sender, raised, error)
     if model.unload is not None:
         model.unload()
     return 0
+
+
+def _started_pool(beside: Beside, location: str, worker: str, configuration: bytes) -> Pool:
+    """What decodes and encodes for a model. `configuration`: encoded. Raises DecoderLoadError."""
+    new_caller: Callable[[], Caller] = partial(ThreadCaller, beside)
+    if beside.in_processes:
+        new_caller = partial(ProcessCaller, location, worker, configuration)
+    pool = Pool(beside.workers, new_caller)
+    pool.start()
+    return pool
 
 
 def _calls_of(model: LoadedModel | SteppingModel, name: str) -> Calls | None:
@@ -97,48 +116,21 @@ def _calls_of(model: LoadedModel | SteppingModel, name: str) -> Calls | None:
         raise UnusableError(f"the model's 'predict' has a parameter `clients`: {error.detail}") from None
 
 
-def _set_apart(descriptor: int) -> socket.socket:
-    """The socket to the worker under another descriptor, that the model is not likely to write to.
-
-    A program that writes to a descriptor which it does not own, or closes one twice, means a low one: the
-    kernel gives out the lowest. This one is not known to it beforehand.
-
-    Processes that the model starts must not inherit the socket: they could write to it, and while they hold
-    it open, the end of this process does not end the connection.
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else min(soft, DESCRIPTORS_MAX)
-    lowest = limit // 2 + secrets.randbelow(max(1, limit // 4))
-    sock = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest))
-    os.close(descriptor)
-    os.register_at_fork(after_in_child=sock.close)
-    return sock
-
-
-def _tell(sock: socket.socket, raised: Raised) -> None:
+def _tell(sender: MessageSender, raised: Raised) -> None:
     with contextlib.suppress(frames.ProcessGoneError):  # sending the outcome fails as well
-        frames.send_message(sock, raised.message())
+        sender.send(raised.message())
 
 
-def _end_unhealthy(sock: socket.socket, raised: RaisedLog, error: Unhealthy) -> NoReturn:
+def _end_unhealthy(sender: MessageSender, raised: RaisedLog, error: Unhealthy) -> NoReturn:
     """Tell the worker why this process ends, and end it.
 
     At once: with a broken accelerator, to unload the model or to let its libraries clean up fails or hangs.
     """
     raised.observe_end(error)
     with contextlib.suppress(frames.ProcessGoneError):
-        frames.send_message(sock, frames.Ending(shortened(str(error), REASON_CHARS_MAX)).message())
+        sender.send(frames.Ending(shortened(str(error), REASON_CHARS_MAX)).message())
     sys.stderr.flush()
     os._exit(EXIT_UNHEALTHY)
-
-
-def _leave_signals_to_the_worker() -> None:
-    """Ctrl-C, a closed terminal, and systemd's SIGTERM reach all processes of a group: the worker drains
-    first, then ends this process. Processes that the model starts can still be terminated."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that are executed inherit
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 if __name__ == "__main__":

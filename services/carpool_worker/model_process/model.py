@@ -27,6 +27,15 @@ A model that has them inside binds each sequence to a *slot* of its process, and
         def predict(self, batch): ...           # row i is slot i; None, or zeros, if it is not ready
         def end(self, sequence): ...            # optional; once for each `start`, however it ended
 
+A model may decode bodies, and encode results, one by one beside its batches (see the package `decoding`):
+
+        decode_in = "processes"                 # or "threads"
+        decode_workers = 4                      # how many at a time
+        decoded = [TensorSpec("pixels", "UINT8", (224, 224, 3))]     # optional: then `predict` gets one array
+        def load_decoder(self): ...             # optional: once in each process that decodes
+        def decode(self, body): ...             # -> what `predict` gets of it
+        def encode(self, result): ...           # of what `predict` returned -> the result
+
 `load`, or `__init__`, may declare parameters after a `*`: see `parameters`. A function has none.
 `version = "2"` is a name for it, which results, logs and metrics show.
 
@@ -42,33 +51,34 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from carpool.keys import MODEL_VERSION, MODEL_VERSION_CHARS_MAX
 from carpool.model_settings import ModelKind, ModelSettings
-from carpool.plugins import UnusableError, reason_of
+from carpool.plugins import UnusableError
 from carpool.wire.tensors import StateSpec, TensorSpec
-from carpool_worker.model_process.configuration import Configuration, without
+from carpool_worker.model_process.configuration import Configuration
+from carpool_worker.model_process.creation import Given, LoadError, create, declare, with_model
+from carpool_worker.model_process.decoding.declared import declared_beside, load_decoder
 from carpool_worker.model_process.failures import WrongOutputError
 from carpool_worker.model_process.loaded import (
+    Beside,
     BoundModel,
     BoundSequence,
     LoadedModel,
     RequestInfo,
     SteppingModel,
 )
-from carpool_worker.model_process.loader import find_model
-from carpool_worker.model_process.parameters import Values, read_parameters
+from carpool_worker.model_process.padding import check_padding
 from carpool_worker.model_process.states import declared_states, initial_state
 from carpool_worker.model_process.stepping.requests import GeneratorModel
 
 __all__ = [
     "BoundModel",
     "BoundSequence",
+    "Given",
     "LoadError",
     "LoadedModel",
     "RequestInfo",
@@ -87,22 +97,7 @@ ASYNC_BATCHES_DEFAULT: Final = 16  # of a model with an async `predict` that doe
 MISSPELLING_SIMILARITY_MIN: Final = 0.86
 
 
-class Given(NamedTuple):
-    """What a model is given from outside: parameters, which were checked, and settings by name, as values."""
-
-    parameters: Values = Values()
-    settings: Mapping[str, Any] = MappingProxyType({})
-
-
 _NOTHING: Final = Given()
-
-
-class LoadError(Exception):
-    """The model's own code raised while it was loaded. `trace`: the traceback. No secret is in either."""
-
-    def __init__(self, reason: str, trace: str) -> None:
-        super().__init__(reason)
-        self.trace = trace
 
 
 def load_configured(
@@ -112,63 +107,24 @@ def load_configured(
 
     Raises UnusableError, for what was named, declared or given wrongly, and LoadError.
     """
-    configuration = configuration or Configuration()
-    settings, parameters = _parsed(configuration.settings), configuration.parameters
-    secrets = [str(given.value) for given in parameters.values() if given.is_secret]
-    try:
-        model = find_model(location, configuration.folder, settings)
-        values = read_parameters(model, location, parameters)
-        secrets += values.secrets
-        return load_model(model, device, Given(values, settings))
-    except UnusableError as error:
-        raise UnusableError(without(secrets, str(error))) from None
-    except BaseException as error:
-        reason, trace = reason_of(error), traceback.format_exc()
-        raise LoadError(without(secrets, reason), without(secrets, trace)) from None
-
-
-def _parsed(settings: Mapping[str, str]) -> dict[str, Any]:
-    """The values of settings, from their texts."""
-    try:
-        parsed = ModelSettings.from_mapping(settings)
-    except ValueError as error:
-        raise UnusableError(str(error)) from None
-    return {name: getattr(parsed, name) for name in settings}
+    return with_model(
+        location,
+        configuration or Configuration(),
+        lambda model, given: load_model(model, device, given),
+    )
 
 
 def load_model(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel | SteppingModel:
     """Load a user's model of any kind on `device`. Raises UnusableError for a wrong declaration."""
-    model = _created(model, given)
+    model = create(model, given)
     if _is_stepping(model):
         return _adapt_stepping(model, device, given)
     return _adapt_bound(model, device, given) if _binds_sequences(model) else adapt(model, device, given)
 
 
-def _created(model: Any, given: Given) -> Any:
-    """The object, if the model is a class. Its settings are replaced before, so that `__init__` sees them."""
-    _declare(model, given.settings)
-    if not inspect.isclass(model):
-        return model
-    model = model(**given.parameters.of_init)
-    _declare(model, given.settings)
-    return model
-
-
-def _declare(model: Any, settings: Mapping[str, Any]) -> None:
-    """Let the model declare these settings in place of its own."""
-    for name, value in settings.items():
-        try:
-            setattr(model, name, value)
-        except (AttributeError, TypeError):
-            if getattr(model, name, None) != value:
-                raise UnusableError(
-                    f"{name} cannot be set: {_name_of(model)} takes no attributes; wrap it in a function"
-                ) from None
-
-
 def adapt(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel:
     """Load a user's model with `predict`, and find its hooks. Raises UnusableError, as `load_model` does."""
-    model = _created(model, given)
+    model = create(model, given)
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
     if predict is None:
         raise UnusableError(
@@ -188,6 +144,10 @@ def adapt(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel:
     _check_takes_states(predict, states)
     if states:
         _check_kind(declarations["settings"], ModelKind.STATEFUL)
+    beside = declared_beside(model, _specs(model, "decoded"))
+    if beside is not None:
+        _check_beside(beside, predict, declarations)
+        load_decoder(model)
     return LoadedModel(
         run=_pipeline(model, predict, keeps_states=bool(states), is_async=is_async),
         wants_requests="requests" in _parameters(predict),
@@ -195,8 +155,34 @@ def adapt(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel:
         is_async=is_async,
         states=states,
         initial_state=initial_state(model, states),
+        beside=beside,
         **declarations,
     )
+
+
+def _why_it_waits(*, is_async: bool, wants_clients: bool) -> str:
+    """What says that `predict` waits for others; empty if nothing does."""
+    if is_async:
+        return "is a coroutine function"
+    return "has a parameter `clients`" if wants_clients else ""
+
+
+def _check_beside(beside: Beside, predict: Callable[..., Any], declarations: Mapping[str, Any]) -> None:
+    """Raise UnusableError for what has no meaning where single requests are decoded or encoded."""
+    if what := _why_it_waits(is_async=_is_async(predict), wants_clients="clients" in _parameters(predict)):
+        raise UnusableError(
+            f"the model has 'decode_in' or 'decode_workers', and its 'predict' {what}: such a model decodes "
+            "and encodes within 'predict'"
+        )
+    if beside.encode is not None and declarations["outputs"]:
+        raise UnusableError("the model has 'encode' and 'outputs': what encode returns is not declared")
+    for spec in declarations["inputs"] if beside.decode is not None else ():
+        if spec.buckets:
+            raise UnusableError(
+                f"input {spec.name!r} has buckets, but 'decode' gets it as it was sent: declare them of the "
+                "tensors that it returns, in 'decoded'"
+            )
+    check_padding(beside.decoded, ())
 
 
 def _binds_sequences(model: Any) -> bool:
@@ -212,8 +198,10 @@ def _adapt_bound(model: Any, device: str, given: Given) -> BoundModel:
             "the model has 'states' and 'binds_sequences': its states are in Redis or inside it, not both"
         )
     loaded = adapt(model, device, given)
-    if loaded.is_async or loaded.wants_clients:
-        what = "is a coroutine function" if loaded.is_async else "has a parameter `clients`"
+    _check_unpadded(loaded.inputs, "binds sequences")
+    if loaded.beside is not None:
+        raise UnusableError("the model has 'decode_in' or 'decode_workers' and 'binds_sequences'")
+    if what := _why_it_waits(is_async=loaded.is_async, wants_clients=loaded.wants_clients):
         raise UnusableError(
             f"the model has 'binds_sequences', and its 'predict' {what}: all slots of a process would wait "
             "for the slowest call"
@@ -270,6 +258,7 @@ def _adapt_stepping(model: Any, device: str, given: Given) -> SteppingModel:
             raise UnusableError(f"the model's {name!r} has a 'yield': it must emit with request.emit(value)")
     _load(model, device, given)
     declarations = _declarations(model, given)
+    _check_unpadded(declarations["inputs"], "generates step by step")
     _check_kind(declarations["settings"], ModelKind.STEPPING)
     return SteppingModel(
         begin=begin,
@@ -299,6 +288,14 @@ def _check_plain(name: str, hook: Any) -> None:
         raise UnusableError(f"the model's {name!r} is a coroutine function: it must be a plain function")
 
 
+def _check_unpadded(inputs: Sequence[TensorSpec], what: str) -> None:
+    for spec in inputs:
+        if spec.buckets:
+            raise UnusableError(
+                f"input {spec.name!r} has buckets, but the model {what}: it gets no batches to pad"
+            )
+
+
 def _check_kind(settings: ModelSettings, kind: ModelKind) -> None:
     try:
         settings.check_kind(kind)
@@ -319,7 +316,7 @@ def _load(model: Any, device: str, given: Given) -> None:
     if load is not None:
         _check_positional(load)
         load(device, **given.parameters.of_load)
-        _declare(model, given.settings)  # `load` may have declared others
+        declare(model, given.settings)  # `load` may have declared others
 
 
 def _check_positional(load: Callable[..., Any]) -> None:
@@ -338,11 +335,13 @@ def _check_positional(load: Callable[..., Any]) -> None:
 
 def _declarations(model: Any, given: Given, *, is_async: bool = False) -> dict[str, Any]:
     """The fields of Declarations."""
+    inputs, outputs = _specs(model, "inputs"), _specs(model, "outputs")
+    check_padding(inputs, outputs)
     return {
         "validate": getattr(model, "validate", None),
         "unload": getattr(model, "unload", None),
-        "inputs": _specs(model, "inputs"),
-        "outputs": _specs(model, "outputs"),
+        "inputs": inputs,
+        "outputs": outputs,
         "settings": _settings(model, is_async=is_async),
         "misspelt": dict(_misspelt(model)),
         "parameters": given.parameters.shown,
@@ -462,7 +461,7 @@ def _misspelt(model: Any) -> Iterator[tuple[str, str]]:
     Methods and names with a leading underscore are ignored, and so are names similar to a setting that the
     model declares as well.
     """
-    settings = ModelSettings.names()
+    settings = (*ModelSettings.names(), "decode_workers")
     undeclared = {_normalised(name): name for name in settings if getattr(model, name, None) is None}
     owners = [model, *type(model).__mro__]
     for name in sorted({name for owner in owners for name in getattr(owner, "__dict__", ())}):

@@ -75,7 +75,11 @@ class RaisedLog:
         """The model raised this on these requests. What it raises on purpose, with a status, is no error."""
         if isinstance(error, CarpoolError):
             return
-        name = name_of(error)[:NAME_CHARS_MAX]
+        trace = whole_trace_of if self._is_debug else trace_of
+        self.observe_named(name_of(error)[:NAME_CHARS_MAX], partial(trace, error), concerned)
+
+    def observe_named(self, name: str, trace: Callable[[], str], concerned: Sequence[int]) -> None:
+        """The same of an error of which only this is known. `trace` makes its traceback."""
         self._remember(name, concerned)
         now_s = self._now_s()
         is_recent = now_s - self._told_at_s.get(name, -TRACE_INTERVAL_S) < TRACE_INTERVAL_S
@@ -87,8 +91,7 @@ class RaisedLog:
             self._left_out.clear()
         self._told_at_s[name] = now_s
         self._told += 1
-        trace = whole_trace_of(error) if self._is_debug else trace_of(error)
-        self._tell(Raised(name, shown.shortened(trace), self._left_out.pop(name, 0)))
+        self._tell(Raised(name, shown.shortened(trace()), self._left_out.pop(name, 0)))
 
     def observe_end(self, error: Unhealthy) -> None:
         """The process ends because of this."""
@@ -110,10 +113,13 @@ class RaisedLog:
         """An outcome or a Step, with what was raised since the last one."""
         if not self._concerned:
             return message
-        errors = {**message.errors, **self._concerned}
-        self._concerned, self._told = {}, 0
+        return message._replace(errors={**message.errors, **self.take()})
+
+    def take(self) -> dict[str, list[int]]:
+        """What was raised since the last outcome or Step, for the next one."""
+        concerned, self._concerned, self._told = self._concerned, {}, 0
         self._alone.clear()
-        return message._replace(errors=errors)
+        return concerned
 
 
 def _is_of_model(place: traceback.FrameSummary) -> bool:

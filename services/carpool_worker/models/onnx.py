@@ -22,6 +22,7 @@ import numpy as np
 import structlog
 
 from carpool.keys import MODEL_NAME
+from carpool.wire.padding import lengths_array
 from carpool.wire.tensors import Array, StateSpec, TensorSpec, from_bytes, to_bytes
 from carpool_worker.model_process.loaded import RequestInfo
 from carpool_worker.models.onnx_declaration import read_declaration, toml_path
@@ -35,7 +36,7 @@ from carpool_worker.models.onnx_probe import (
     probe,
     shown,
 )
-from carpool_worker.models.onnx_signature import ResultOutput, Signature, read_signature
+from carpool_worker.models.onnx_signature import ResultOutput, Signature, read_signature, with_cuts
 
 _CUDA: Final = "CUDAExecutionProvider"
 _CPU: Final = "CPUExecutionProvider"
@@ -110,7 +111,7 @@ class OnnxModel:
         if self.states:
             self.predict = self._predict_controlled if signature.controls else self._predict_states
         _warn_of_device(session, self.path, device)
-        self.outputs = self._probe(session, _quietly(runtime))
+        self.outputs = with_cuts(self._probe(session, _quietly(runtime)), declaration.cut)
         self._session = session
 
     def _probe(self, session: Any, options: Any) -> tuple[TensorSpec, ...]:
@@ -119,6 +120,12 @@ class OnnxModel:
 
         def execute(rows: Sequence[int], filling: Filling) -> dict[str, Any]:
             batch = {spec.name: made_up(spec, rows, filling) for spec in self.inputs}
+            for spec in self.inputs:
+                if spec.lengths:
+                    shape = batch[spec.name].shape[1:]
+                    batch[spec.lengths] = lengths_array(
+                        [[shape[axis] for axis, _ in spec.buckets]] * len(rows)
+                    )
             states = {
                 spec.name: spec.split(np.stack([np.frombuffer(spec.row(spec.initial), np.uint8)] * len(rows)))
                 for spec in self.states
@@ -177,14 +184,19 @@ class OnnxModel:
     ) -> dict[str, Array]:
         """All inputs of the graph by name."""
         names = [spec.name for spec in self.inputs]
+        lengths = {spec.name: spec for spec in self._signature.lengths}
         if not isinstance(batch, Mapping):
             batch = {names[0]: batch}
-        if batch.keys() != set(names):
-            raise ValueError(f"{self.path} takes the inputs {', '.join(names)}, but got {', '.join(batch)}")
+        if batch.keys() != {*names, *lengths}:
+            raise ValueError(
+                f"{self.path} takes the inputs {', '.join([*names, *lengths])}, but got {', '.join(batch)}"
+            )
         if states.keys() != {spec.name for spec in self.states}:
             wanted = ", ".join(spec.name for spec in self.states) or "none"
             raise ValueError(f"{self.path} takes the states {wanted}, but got {', '.join(states) or 'none'}")
         feeds = {**batch, **states}
+        for name, spec in lengths.items():
+            feeds[name] = spec.value(batch[name])
         for constant in self._signature.constants:
             feeds[constant.name] = constant.value(len(batch[names[0]]))
         for control in self._signature.controls:

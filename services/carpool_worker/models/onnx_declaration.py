@@ -1,4 +1,4 @@
-"""What is declared about an ONNX file beside its graph: states, constants, controls, outputs, settings.
+"""What is declared about an ONNX file beside its graph: states, constants, controls, padding, settings.
 
 A file whose inputs all come from requests needs no declaration. Others have a TOML file of the same name
 beside them, for example `vad.toml` for `vad.onnx`:
@@ -18,6 +18,14 @@ beside them, for example `vad.toml` for `vad.onnx`:
     [controls]                      # inputs that say where in its sequence a request is
     START = { input = "start", false_true = [0, 1] }
     CORRID = { input = "corrid" }
+
+    [padding.ids]                   # an input whose varying size is padded, so that all sizes share a batch
+    buckets = [64, 128]             # to one of these; several such dimensions: { 0 = [64], 1 = [80] }
+    pad = 0                         # with this number
+    lengths = "lengths"             # an input of the graph that gets the true sizes
+
+    [cut]                           # outputs that are cut back to the true sizes of an input
+    logits = "ids"
 
 `shape = [2, -1, 128]`, with -1 for the batch, replaces `axis` where the graph leaves other sizes open. The
 same keys may be in the file's metadata, with values in JSON: `carpool.states`, `carpool.constants`, and so
@@ -86,6 +94,26 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """An input that is padded. All but `input` and `where` are as in a TensorSpec."""
+
+    input: str
+    buckets: Any
+    where: str
+    pad: Any = 0
+    lengths: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An output that is cut back to the true sizes of an input."""
+
+    output: str
+    input: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class Outputs:
     """The outputs that are the result, in this order."""
 
@@ -101,6 +129,8 @@ class Declaration:
     states: tuple[State, ...] = ()
     constants: tuple[Constant, ...] = ()
     controls: tuple[Control, ...] = ()
+    padding: tuple[Padding, ...] = ()
+    cut: tuple[Cut, ...] = ()
     outputs: Outputs | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -236,6 +266,32 @@ def _read_control(kind: ControlKind, table: Any, where: str) -> Control:
     )
 
 
+def _read_padding(value: Any, where: str) -> tuple[Padding, ...]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: {value!r:.80} must be tables by input: write [padding.INPUT]")
+    return tuple(_read_padded(name, table, f"{where}.{name}") for name, table in value.items())
+
+
+def _read_padded(name: str, table: Any, where: str) -> Padding:
+    _check_table(table, ("buckets", "pad", "lengths"), where)
+    buckets = table.get("buckets")
+    if not buckets:
+        raise ValueError(f"{where}.buckets: is missing; it must be a list of sizes, such as [64, 128]")
+    if isinstance(buckets, Mapping):
+        try:
+            buckets = {int(axis): sizes for axis, sizes in buckets.items()}
+        except ValueError:
+            raise ValueError(f"{where}.buckets: its keys must be axes, such as {{ 0 = [64, 128] }}") from None
+    lengths = _read_name(table, "lengths", where) if "lengths" in table else ""
+    return Padding(name, buckets, where, table.get("pad", 0), lengths)
+
+
+def _read_cut(value: Any, where: str) -> tuple[Cut, ...]:
+    if not (isinstance(value, Mapping) and all(isinstance(name, str) for name in value.values())):
+        raise ValueError(f'{where}: {value!r:.80} must be a table of outputs with inputs, such as y = "x"')
+    return tuple(Cut(output, name, f"{where}.{output}") for output, name in value.items())
+
+
 def _read_outputs(value: Any, where: str) -> Outputs:
     if not (isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)):
         raise ValueError(f'{where}: {value!r:.80} must be a list of names of outputs, such as ["label"]')
@@ -248,7 +304,8 @@ def _read_name(table: Mapping[str, Any], key: str, where: str) -> str:
     name = table.get(key)
     if not isinstance(name, str):
         problem = "is missing" if name is None else f"{name!r:.80} is not a text"
-        raise ValueError(f"{where}.{key}: {problem}; it must be the name of an {key} of the file")
+        kind = "input" if key == "lengths" else key
+        raise ValueError(f"{where}.{key}: {problem}; it must be the name of an {kind} of the file")
     return name
 
 
@@ -268,5 +325,7 @@ _READERS: Final[dict[str, Callable[[Any, str], Any]]] = {
     "states": _read_states,
     "constants": _read_constants,
     "controls": _read_controls,
+    "padding": _read_padding,
+    "cut": _read_cut,
     "outputs": _read_outputs,
 }

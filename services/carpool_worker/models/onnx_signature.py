@@ -21,8 +21,10 @@ from carpool_worker.models.onnx_declaration import (
     Constant,
     Control,
     ControlKind,
+    Cut,
     Declaration,
     Outputs,
+    Padding,
     State,
     toml_path,
 )
@@ -109,6 +111,19 @@ def _ids(ids: Sequence[str], datatype: str) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthsInput:
+    """An input that gets the true sizes of a padded one, in the shape (n, *tail)."""
+
+    name: str
+    datatype: str
+    tail: tuple[int, ...]
+
+    def value(self, lengths: Array) -> Array:
+        """The input for a batch, from INT64 (n), or (n, k)."""
+        return lengths.astype(self.datatype.lower()).reshape(len(lengths), *self.tail)
+
+
+@dataclass(frozen=True, slots=True)
 class ResultOutput:
     """An output of results, as the graph declares it, which may be wrong (see `onnx_probe`).
 
@@ -139,11 +154,12 @@ class Signature:
     states: tuple[StateSpec, ...] = ()
     constants: tuple[ConstantInput, ...] = ()
     controls: tuple[ControlInput, ...] = ()
+    lengths: tuple[LengthsInput, ...] = ()
     datatypes: Mapping[str, str] = field(init=False)  # of all inputs and outputs, by name
 
     def __post_init__(self) -> None:
-        parts: tuple[TensorSpec | ResultOutput | StateSpec | ConstantInput | ControlInput, ...]
-        parts = (*self.inputs, *self.results, *self.states, *self.constants, *self.controls)
+        parts: tuple[Any, ...]
+        parts = (*self.inputs, *self.results, *self.states, *self.constants, *self.controls, *self.lengths)
         object.__setattr__(self, "datatypes", {part.name: part.datatype for part in parts})
 
 
@@ -162,7 +178,9 @@ def read_signature(graph: Any, declaration: Declaration, path: Path) -> Signatur
             {name: _of_one(value, axes.get(name, 0)) for name, value in values.items()}
             for values in (inputs, outputs)
         )
-    declared = {part.input for part in declaration.inputs}
+    _check_padding(declaration, inputs, outputs)
+    padding = {part.input: part for part in declaration.padding}
+    declared = {part.input for part in declaration.inputs} | {part.lengths for part in declaration.padding}
     of_states = {state.output for state in declaration.states}
     of_requests = [value for name, value in inputs.items() if name not in declared]
     chosen = outputs if declaration.outputs is None else declaration.outputs.names
@@ -176,13 +194,14 @@ def read_signature(graph: Any, declaration: Declaration, path: Path) -> Signatur
             "export the model with a copy of it as another output"
         )
     signature = Signature(
-        inputs=tuple(_spec(value, path) for value in of_requests),
+        inputs=tuple(_padded(_spec(value, path), padding.get(value.name)) for value in of_requests),
         results=_results(of_requests, of_results, path, are_chosen=declaration.outputs is not None),
         states=tuple(
             _state(state, inputs[state.input], outputs[state.output]) for state in declaration.states
         ),
         constants=tuple(_constant(constant, inputs[constant.input]) for constant in declaration.constants),
         controls=tuple(_control(control, inputs[control.input]) for control in declaration.controls),
+        lengths=tuple(_lengths(part, inputs[part.lengths]) for part in declaration.padding if part.lengths),
     )
     _check_inputs(of_requests, path)
     return signature
@@ -326,6 +345,66 @@ def _check_declared(declaration: Declaration, inputs: Mapping[str, Any], outputs
             f"{declaration.controls[0].where}: control inputs are for sequences, but no states are "
             "declared; declare states, or the input under constants"
         )
+
+
+def _check_padding(declaration: Declaration, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+    """Raise ValueError for padding of what is no input of requests, or a cut of what is no output."""
+    used = {part.input: part.where for part in declaration.inputs}
+    for part in declaration.padding:
+        for name in (part.input, part.lengths):
+            if name and name not in inputs:
+                known = ", ".join(inputs)
+                raise ValueError(f"{part.where}: the file has no input {name!r}; it has {known}")
+            if name in used:
+                raise ValueError(f"{part.where}: input {name!r} is declared by {used[name]} already")
+        used[part.lengths] = part.where
+    padded = [part.input for part in declaration.padding]
+    for cut in declaration.cut:
+        if cut.output not in outputs:
+            raise ValueError(
+                f"{cut.where}: the file has no output {cut.output!r}; it has {', '.join(outputs)}"
+            )
+        if cut.input not in padded:
+            known = ", ".join(padded) or "none"
+            raise ValueError(f"{cut.where}: {cut.input!r} is no input that is padded; such are: {known}")
+
+
+def _padded(spec: TensorSpec, padding: Padding | None) -> TensorSpec:
+    if padding is None:
+        return spec
+    try:
+        return replace(spec, pad=padding.pad, buckets=padding.buckets, lengths=padding.lengths)
+    except ValueError as error:
+        raise ValueError(f"{padding.where}: {error}") from None
+
+
+def _lengths(padding: Padding, value: Any) -> LengthsInput:
+    datatype = DATATYPES.get(value.type, value.type)
+    if datatype not in ("INT32", "INT64") or len(value.shape) not in (1, 2):
+        raise ValueError(
+            f"{padding.where}.lengths: input {value.name!r} is {value.type} of shape {_shown(value.shape)}; "
+            "it must be INT32 or INT64, with one number for each padded dimension of each request"
+        )
+    return LengthsInput(value.name, datatype, (-1,) * (len(value.shape) - 1))
+
+
+def with_cuts(outputs: Sequence[TensorSpec], cuts: Sequence[Cut]) -> tuple[TensorSpec, ...]:
+    """The outputs, those that are cut back with what to. Raises ValueError."""
+    by_output = {cut.output: cut for cut in cuts}
+    for cut in cuts:
+        if cut.output not in {spec.name for spec in outputs}:
+            raise ValueError(f"{cut.where}: it is no tensor of the result")
+    found: list[TensorSpec] = []
+    for spec in outputs:
+        of_output = by_output.get(spec.name)
+        if of_output is None:
+            found.append(spec)
+            continue
+        try:
+            found.append(replace(spec, cut=of_output.input))
+        except ValueError as error:
+            raise ValueError(f"{of_output.where}: {error}") from None
+    return tuple(found)
 
 
 def _check_chosen(chosen: Outputs, outputs: Mapping[str, Any], used: Mapping[tuple[str, str], str]) -> None:

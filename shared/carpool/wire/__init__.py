@@ -16,6 +16,7 @@ results           the envelopes that carry results
 bodies            the body of a request or a result <-> Python values
 values            values of other libraries in bodies: converted, or refused by name
 tensors           tensors in bodies
+padding           tensors of several sizes as tensors of one
 registration      what a worker registers about its model
 report            what an active batcher publishes about itself
 statistics        what became of a model's requests, as scripts count it

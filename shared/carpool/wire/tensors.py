@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 import msgpack
@@ -92,6 +92,13 @@ class TensorSpec:
         is an array of the shape (n, *shape).
     `text`: the elements of BYTES are str, and what is not UTF-8 is refused; else they are bytes, any bytes.
     `labels`: of an output of numbers, the names of its elements, in their order, for classification.
+
+    Of an input, `buckets` are the sizes to which a dimension that varies is padded, so that requests of other
+    sizes share a batch: a list, or for several such dimensions a dict of lists by axis. It is padded with
+    `pad`, a number. `lengths`: the name under which the model gets the true sizes, an array of INT64 of shape
+    (n), or (n, k) for k padded dimensions.
+
+    Of an output, `cut` is the input whose true sizes the dimensions that vary are cut back to, in order.
     """
 
     name: str
@@ -99,6 +106,10 @@ class TensorSpec:
     shape: tuple[int, ...]
     text: bool = False
     labels: tuple[str, ...] = ()
+    pad: float = 0
+    buckets: Any = ()  # as declared; then pairs of an axis and its sizes, both ascending
+    lengths: str = ""
+    cut: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _integers(self.shape, f"tensor {self.name!r}"))
@@ -120,6 +131,8 @@ class TensorSpec:
         if labels and self.datatype == "BYTES":
             raise ValueError(f"tensor {self.name!r}: labels are for numbers, and BYTES has none")
         object.__setattr__(self, "labels", tuple(labels))
+        object.__setattr__(self, "buckets", _buckets(self))
+        _check_padding(self)
 
     def admits(self, shape: Sequence[int]) -> bool:
         """Whether a request's `shape` fits this declaration."""
@@ -133,6 +146,68 @@ class TensorSpec:
         if self.datatype == "BYTES" or -1 in self.shape:
             return None
         return WIDTHS[self.datatype] * math.prod(self.shape)
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """What it is made from, in order."""
+        return tuple(getattr(self, spec.name) for spec in fields(self))
+
+
+def _buckets(spec: TensorSpec) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The buckets of a TensorSpec as it has them. Raises ValueError."""
+    of, given = f"tensor {spec.name!r}: buckets", spec.buckets
+    varying = [axis for axis, size in enumerate(spec.shape) if size == -1]
+    if not isinstance(given, Mapping | list | tuple):
+        raise ValueError(f"{of}: {given!r:.80} must be a list of sizes, or a dict of such lists by axis")
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    elif all(isinstance(item, tuple | list) and len(item) == 2 for item in given):
+        pairs = [(axis, sizes) for axis, sizes in given]
+    elif len(varying) == 1:
+        pairs = [(varying[0], given)]
+    else:
+        raise ValueError(
+            f"{of} {given!r} are a list, but {len(varying)} dimensions of shape {list(spec.shape)} vary: "
+            "write a dict of lists by axis, such as {0: [64, 128]}"
+        )
+    return tuple(sorted((_axis(axis, varying, of), _sizes(sizes, of)) for axis, sizes in pairs))
+
+
+def _axis(axis: Any, varying: Sequence[int], of: str) -> int:
+    if type(axis) is not int or axis not in varying:
+        valid = " or ".join(map(str, varying)) or "none, because all sizes are fixed"
+        raise ValueError(f"{of}: {axis!r:.40} is no axis of a dimension that varies (-1); valid is {valid}")
+    return axis
+
+
+def _sizes(sizes: Any, of: str) -> tuple[int, ...]:
+    if not isinstance(sizes, list | tuple) or not sizes or any(type(n) is not int or n < 1 for n in sizes):
+        raise ValueError(f"{of}: {sizes!r:.80} must be a list of sizes of at least 1, such as [64, 128]")
+    return tuple(sorted(set(sizes)))
+
+
+def _check_padding(spec: TensorSpec) -> None:
+    """Raise ValueError unless what a TensorSpec says of padding fits together."""
+    of = f"tensor {spec.name!r}"
+    if not (isinstance(spec.lengths, str) and isinstance(spec.cut, str)):
+        raise ValueError(f"{of}: 'lengths' and 'cut' must be names, as text")
+    if spec.buckets and spec.datatype == "BYTES":
+        raise ValueError(f"{of}: tensors of BYTES are not padded, so it must have no buckets")
+    if spec.lengths and not spec.buckets:
+        raise ValueError(f"{of}: 'lengths' names the true sizes of what is padded, but it has no buckets")
+    if spec.lengths == spec.name:
+        raise ValueError(f"{of}: 'lengths' must be another name than its own")
+    if spec.cut and -1 not in spec.shape:
+        raise ValueError(f"{of}: 'cut' is for dimensions that vary (-1), and it has none")
+    if isinstance(spec.pad, bool) or not isinstance(spec.pad, int | float):
+        raise ValueError(f"{of}: pad {spec.pad!r:.40} must be a number")
+    if spec.pad and not spec.buckets:
+        raise ValueError(f"{of}: 'pad' has no effect without buckets, which are the sizes to pad to")
+    if spec.buckets:
+        try:
+            to_bytes(np.asarray(spec.pad), spec.datatype)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{of}: pad {spec.pad!r:.40} is no {spec.datatype}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

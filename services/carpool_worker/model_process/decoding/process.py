@@ -1,0 +1,156 @@
+"""A decoder process, as the model process has it: start it, have it call a method, see that it ended.
+
+It executes one call at a time, and belongs to the thread that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from carpool_worker.model_process import frames
+from carpool_worker.model_process.apart import set_apart
+from carpool_worker.model_process.configuration import CONFIGURATION, Configuration
+from carpool_worker.model_process.decoding.exchange import SharedMemory, Written
+from carpool_worker.model_process.frames import Failure, MessageReader, ProcessGoneError, StrayBytesError
+
+STOP_S: Final = 5.0
+_THREADS: Final = ("_NUM_THREADS", "_MAXIMUM_THREADS")  # ends of the names of variables
+READY, LOAD_FAILED, RETURNED, RAISED, ENDING = "ready", "load failed", "returned", "raised", "ending"
+
+
+class DecoderLoadError(Exception):
+    """The model cannot be loaded in a decoder process. `trace`: the traceback, if its own code raised."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+class HookRaisedError(Exception):
+    """A method of the model raised in a decoder process. `name` and `trace` are those of `raised`; the name
+    is empty if it raised on purpose, with a status."""
+
+    def __init__(self, failure: Failure, name: str, trace: str) -> None:
+        super().__init__(failure[1])
+        self.failure = failure
+        self.name = name
+        self.trace = trace
+
+
+class DecoderProcess:
+    """See the module. `memory` has what is sent and what comes back."""
+
+    def __init__(self, location: str, worker: str, configuration: bytes = b"") -> None:
+        """`configuration`: what the model is made with, encoded; empty: nothing."""
+        self._location = location
+        self._configuration = configuration or Configuration().encode()
+        self._worker = worker
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._reader: MessageReader | None = None
+        self._ended_because = ""
+        self.memory = SharedMemory.create()
+
+    def start(self) -> None:
+        """Start it, and wait until the model is loaded in it. Raises DecoderLoadError."""
+        self._end(wait_s=0)
+        self._ended_because = ""
+        ours, theirs = socket.socketpair()
+        descriptors = (theirs.fileno(), self.memory.descriptor)
+        arguments = [str(os.getpid()), *map(str, descriptors), self._location, self._worker]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "carpool_worker.model_process.decoding.child", *arguments],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            env=_environment(),
+        )
+        theirs.close()
+        self._sock = set_apart(ours.detach())
+        self._reader = MessageReader(self._sock)
+        try:
+            frames.send_message(self._sock, (CONFIGURATION,), self._configuration)
+            kind, *fields = self._reader.receive()[0]
+        except ProcessGoneError:
+            raise DecoderLoadError(f"it ended ({self.exit_cause()}) while it loaded the model") from None
+        if kind != READY:
+            self._end()
+            raise DecoderLoadError(*fields)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is running."""
+        return self._process is not None and self._process.poll() is None
+
+    def call(
+        self, hook: str, write: Callable[[SharedMemory], Written], request: Sequence[Any] | None
+    ) -> Written:
+        """Have it call a method of the model with what `write` writes. Where it wrote what that returned.
+
+        Raises HookRaisedError, ProcessGoneError if the process ends, and what `write` raises.
+        """
+        sock, reader = self._sock, self._reader
+        if sock is None or reader is None:
+            raise ProcessGoneError("not started")
+        self.memory.trim()
+        try:
+            frames.send_message(sock, (hook, write(self.memory), request))
+            kind, *fields = reader.receive()[0]
+        except StrayBytesError:
+            self._give_up("its model wrote into the connection to its model process")
+        if kind == ENDING:
+            self._give_up(f"unhealthy, {fields[0]}")
+        if kind == RAISED:
+            failure, name, trace = fields
+            raise HookRaisedError((failure[0], failure[1]), name, trace)
+        written: Written = fields[0]
+        return written
+
+    def _give_up(self, reason: str) -> None:
+        self._ended_because = reason
+        self._end(wait_s=0)
+        raise ProcessGoneError(reason)
+
+    def exit_cause(self) -> str:
+        """How it ended, for logs and errors."""
+        if self._ended_because or self._process is None:
+            return self._ended_because or "not started"
+        try:
+            code = self._process.wait(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            return "connection closed"
+        if code >= 0:
+            return f"exit code {code}"
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name
+        return f"signal {-code}"
+
+    def close(self) -> None:
+        """End it for good."""
+        self._end()
+        self.memory.close()
+
+    def _end(self, wait_s: float = STOP_S) -> None:
+        """Close the connection, which ends it; kill it after `wait_s`."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = self._reader = None
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=wait_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+
+def _environment() -> dict[str, str]:
+    """The variables of a decoder process: numeric libraries start one thread, because there are several such
+    processes."""
+    return {name: "1" if name.endswith(_THREADS) else value for name, value in os.environ.items()}
