@@ -7,7 +7,6 @@ that reads results. Likewise a client that goes away withdraws its request.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.envelopes import EnvelopeSink
-from carpool.client.options import read_options, result_ttl_ms
+from carpool.client.options import left_of, read_options, result_ttl_ms
 from carpool.client.producer import Producer
 from carpool.client.sinks import Envelope, Sink
 from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
@@ -39,7 +38,6 @@ from carpool_gateway.native.results import (
 )
 
 _LINES_HEADER: Final = b"content-type: application/x-ndjson\r\n"
-_LOOKUP_S_MIN: Final = 0.1  # a look-up that takes longer is a part of the timeout
 
 
 def answer(exchange: Exchange, envelope: Envelope) -> None:
@@ -107,7 +105,7 @@ class Inference:
             )
         content_type = content_type_of(exchange.headers.get(b"content-type"))
         own_id = options.get("correlation_id")
-        return Asked(exchange.model, content_type, timeout_s, fields, own_id, ttl_ms)
+        return Asked(exchange.model, options, content_type, timeout_s, fields, own_id, ttl_ms)
 
     # --- one request ---------------------------------------------------------------------------------------
 
@@ -117,20 +115,20 @@ class Inference:
         channel = self._producer.channels.get(asked.model)
         if channel is None or b"content-encoding" in exchange.headers:
             return self._prepare(asked, exchange)
-        self._send(asked, exchange, channel, asked.timeout_s)
+        self._send(asked, exchange, channel)
         return None
 
     async def _prepare(self, asked: Asked, exchange: Exchange) -> None:
         """Decompress the body, and look the model up; then send."""
         await decompress(exchange, self._limits)
-        channel, timeout_s = await find(self._producer, asked)
+        channel, asked = await find(self._producer, asked)
         if not exchange.is_gone:
-            self._send(asked, exchange, channel, timeout_s)
+            self._send(asked, exchange, channel)
 
-    def _send(self, asked: Asked, exchange: Exchange, channel: Channel, timeout_s: float) -> None:
+    def _send(self, asked: Asked, exchange: Exchange, channel: Channel) -> None:
         packer, body = self._producer.packer, (asked.content_type, b"", exchange.body)
         name = packer.add(
-            channel, body, asked.fields, timeout_s, self._answers, exchange, asked.correlation_id
+            channel, body, asked.fields, asked.timeout_s, self._answers, exchange, asked.correlation_id
         )
         exchange.on_gone = partial(packer.withdraw, name)
 
@@ -148,7 +146,7 @@ class Inference:
         await decompress(exchange, self._limits)
         lines = lines_of(exchange.body)
         key.count(len(lines), now_s())
-        channel, timeout_s = await find(self._producer, asked)
+        channel, asked = await find(self._producer, asked)
         task = asyncio.current_task()
         assert task is not None
         exchange.on_gone = lambda _: cancel(task)
@@ -160,7 +158,7 @@ class Inference:
         try:
             while True:
                 for line in islice(rest, self._limits.rows - len(sent)):
-                    sent.append(self._send_line(asked, channel, timeout_s, line))
+                    sent.append(self._send_line(asked, channel, line))
                 if not sent:
                     break
                 with suppress(CarpoolError):
@@ -174,12 +172,13 @@ class Inference:
             for name, future in sent:
                 packer.withdraw(name, future)
 
-    def _send_line(self, asked: Asked, channel: Channel, timeout_s: float, line: bytes) -> _Sent:
+    def _send_line(self, asked: Asked, channel: Channel, line: bytes) -> _Sent:
         packer = self._producer.packer
         future: asyncio.Future[Result] = packer.loop.create_future()
         try:
             body = Encoded(JSON, b"", line)
-            return _Sent(packer.add(channel, body, asked.fields, timeout_s, self._results, future), future)
+            name = packer.add(channel, body, asked.fields, asked.timeout_s, self._results, future)
+            return _Sent(name, future)
         except CarpoolError as error:
             future.set_exception(error)
             return _Sent("", future)
@@ -192,19 +191,21 @@ class _Sent(NamedTuple):
     future: asyncio.Future[Result]
 
 
-async def find(producer: Producer, asked: Asked) -> tuple[Channel, float]:
-    """The channel of the model, and what is left of the timeout. Raises CarpoolErrors."""
+async def find(producer: Producer, asked: Asked) -> tuple[Channel, Asked]:
+    """The channel of the model, and what is asked for then: if a worker is loading the model, with what is
+    left of the timeout and of the delay. Raises CarpoolErrors."""
     channel = producer.channels.get(asked.model)
     if channel is not None:
-        return channel, asked.timeout_s
-    started_s = time.monotonic()
+        return channel, asked
     try:
-        channel = await producer.open_channel(asked.model, asked.timeout_s)
+        channel, waited_s = await producer.find_channel(asked.model, asked.timeout_s)
     except NotFoundError:  # whose text names all models
         raise NotFoundError(f"no worker has registered a model {asked.model!r}") from None
-    waited_s = time.monotonic() - started_s
-    left_s = asked.timeout_s - waited_s if waited_s > _LOOKUP_S_MIN else asked.timeout_s
-    return channel, max(left_s, 0.001)
+    if waited_s:
+        timeout_s, fields = read_options(left_of(asked.options, asked.timeout_s, waited_s), asked.timeout_s)
+        assert timeout_s is not None
+        asked = asked._replace(timeout_s=timeout_s, fields=fields)
+    return channel, asked
 
 
 def cancel(task: asyncio.Task[Any]) -> None:

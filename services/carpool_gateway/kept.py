@@ -14,9 +14,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from typing import Any, Final
 
+from carpool.client.entries import withdraw_command
+from carpool.client.options import expiration_ms
 from carpool.client.producer import Producer
 from carpool.errors import DeadlineExceededError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID, Keys
@@ -26,6 +29,7 @@ from carpool.store.kept import (
     kept_result,
     owner_of_tenant,
     owner_prefix,
+    presence,
     read_command,
 )
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
@@ -65,11 +69,11 @@ class KeptRequests:
         fields = {
             **asked.fields,
             "content_type": asked.content_type,
-            "expiration": max(1, round(asked.timeout_s * 1000)),
+            "expiration": expiration_ms(asked.timeout_s),
         }
         fingerprint = fingerprint_of(asked.content_type, asked.fields, body)
-        ttl_ms = asked.result_ttl_ms or (await self._catalog.model(asked.model)).settings.result_ttl_ms
-        known_ms = round(asked.timeout_s * 1000) + ttl_ms
+        model = await self._catalog.model(asked.model)
+        known_ms = expiration_ms(asked.timeout_s) + (asked.result_ttl_ms or model.settings.result_ttl_ms)
         command = keep_command(keys, name, fingerprint, known_ms, fields, body, asked.result_ttl_ms)
         earlier = await self._calls.call(keys.requests, command)
         exchange.connection.release(exchange)  # Redis has the body
@@ -102,7 +106,7 @@ class KeptRequests:
         """If the request waits, it will not be executed, and its result is CANCELLED."""
         keys, name = self._named(key, exchange)
         await self._check_there(keys, name)
-        await self._calls.call(keys.requests, ("XADD", keys.requests, "*", "withdraw", name))
+        await self._calls.call(keys.requests, withdraw_command(keys, [name]))
         exchange.respond(204, b"", b"")
 
     def _named(self, key: Key, exchange: Exchange) -> tuple[Keys, str]:
@@ -113,15 +117,15 @@ class KeptRequests:
 
     async def _check_there(self, keys: Keys, name: str) -> None:
         """Raise HttpError unless the request has a result, or will have one: 410 if it had one, else 404."""
-        if await self._calls.call(keys.requests, ("EXISTS", keys.replies(name))):
-            return
-        if not await self._calls.call(keys.requests, ("EXISTS", keys.kept(name))):
+        found = await presence(partial(self._calls.call, keys.requests), keys, name)
+        if found == "unknown":
             raise _unknown()
-        raise HttpError(
-            410,
-            "the request has had its result, which is kept no longer: see Carpool-Result-Ttl-Ms",
-            correlation_id=name,
-        )
+        if found == "expired":
+            raise HttpError(
+                410,
+                "the request has had its result, which is kept no longer: see Carpool-Result-Ttl-Ms",
+                correlation_id=name,
+            )
 
     async def _wait(
         self, keys: Keys, name: str, timeout_s: float, is_in_vain: Callable[[], bool] = lambda: False

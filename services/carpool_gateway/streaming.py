@@ -49,7 +49,7 @@ class Streaming:
         """Send the body; answer with an event for each chunk. Raises CarpoolErrors before the first event."""
         key.count(1, now_s())
         await decompress(exchange, self._limits)
-        channel, timeout_s = await find(self._producer, asked)
+        channel, asked = await find(self._producer, asked)
         task, packer = asyncio.current_task(), self._producer.packer
         assert task is not None
         exchange.on_gone = lambda _: cancel(task)
@@ -58,7 +58,7 @@ class Streaming:
         target = StreamTarget(asyncio.Queue())
         body = Encoded(asked.content_type, b"", exchange.body)
         target.correlation_id = packer.add(
-            channel, body, asked.fields, timeout_s, self._sink, target, asked.correlation_id
+            channel, body, asked.fields, asked.timeout_s, self._sink, target, asked.correlation_id
         )
         async with AsyncStream(target, packer.close_stream, packer.loop) as stream:
             await _write_events(exchange, stream)

@@ -207,7 +207,8 @@ def test_another_request_under_the_same_id_is_refused(client: Client) -> None:
             InvalidArgumentError, match="correlation_id: another request was enqueued as 'taken'"
         ):
             client.enqueue("Echo", body, correlation_id="taken", **options)  # type: ignore[arg-type]
-    assert client.enqueue("Echo", 1, correlation_id="taken", timeout=5, result_ttl=5) == request_id
+    again: Any = {"timeout": 5, "result_ttl": 5, "not_before": 1, "fields": {"traceparent": "00-1-2-01"}}
+    assert client.enqueue("Echo", 1, correlation_id="taken", **again) == request_id
     assert client.result(request_id, 30) == 1
 
 

@@ -21,6 +21,7 @@ class Asked(NamedTuple):
     """What the headers of a request ask for."""
 
     model: str
+    options: RequestOptions  # of which `timeout_s` and `fields` are made
     content_type: str
     timeout_s: float
     fields: Mapping[str, Any]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
@@ -23,7 +22,6 @@ import numpy as np
 from carpool.client.encoding import BodyEncoder, TensorHead, bodies_to_send
 from carpool.client.enqueued import EnqueuedRequests
 from carpool.client.entries import Channel, Encoded
-from carpool.client.lookup import POLL_S
 from carpool.client.options import (
     DEFAULT_TIMEOUT_S,
     IN_FLIGHT,
@@ -32,11 +30,12 @@ from carpool.client.options import (
     check_in_flight,
     check_no_sequence,
     checked_timeout_s,
+    left_of,
     read_options,
 )
 from carpool.client.producer import Producer, ServedChannels
 from carpool.client.reading import ResultReader
-from carpool.client.retries import each_with_retries, left_of, with_retries
+from carpool.client.retries import each_with_retries, with_retries
 from carpool.client.sequences import AsyncSequence, SequenceProgress
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
@@ -388,13 +387,9 @@ class AsyncClient:
     async def _find(self, model: str, options: RequestOptions) -> tuple[Channel, RequestOptions]:
         """The channel of a model that is new to this client. If a worker is loading it, that is waited for,
         and the options have what is left of the timeout, and of `not_before`."""
-        timeout_s, started_s = read_options(options, self._timeout_s)[0], time.monotonic()
-        channel = await self._producer.open_channel(model, timeout_s)
-        if self._served is not None:
-            await self._producer.check_served(model, timeout_s)
-            self._served.confirm(model)
-        waited_s = time.monotonic() - started_s
-        return channel, left_of(options, timeout_s, waited_s) if waited_s > POLL_S else options
+        timeout_s = read_options(options, self._timeout_s)[0]
+        channel, waited_s = await self._producer.find_channel(model, timeout_s, self._served)
+        return channel, left_of(options, timeout_s, waited_s) if waited_s else options
 
     def _add(self, channel: Channel, body: Any, options: RequestOptions, sink: Sink, target: Any) -> str:
         """Send a request soon; return its correlation ID. Its result goes to the target in the sink."""

@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from carpool.client.encoding import BodyEncoder
-from carpool.client.options import RequestOptions, check_correlation_id, read_options, result_ttl_ms
+from carpool.client.entries import withdraw_command
+from carpool.client.options import (
+    RequestOptions,
+    check_correlation_id,
+    expiration_ms,
+    read_options,
+    result_ttl_ms,
+)
 from carpool.client.packing import STRING_BYTES_MAX
 from carpool.client.producer import Producer
 from carpool.client.reading import ResultReader
@@ -41,6 +48,7 @@ from carpool.store.kept import (
     kept_result,
     owner_of_tenant,
     owner_prefix,
+    presence,
     read_command,
     state_in_envelope,
     state_in_record,
@@ -106,10 +114,8 @@ class EnqueuedRequests:
         else:
             check_correlation_id(name, ())
         await self._check_registered(model)
-        keys, timeout_ms = Keys(model, self._producer.prefix), max(1, round(timeout_s * 1000))
-        fingerprint = fingerprint_of(
-            content_type, {field: value for field, value in fields.items() if field != "not_before"}, data
-        )
+        keys, timeout_ms = Keys(model, self._producer.prefix), expiration_ms(timeout_s)
+        fingerprint = fingerprint_of(content_type, fields, data)
         script_keys, args = keep_arguments(
             keys,
             name,
@@ -180,9 +186,10 @@ class EnqueuedRequests:
 
     async def _check_there(self, keys: Keys, one: RequestId) -> None:
         """Raise NotFoundError unless the request has a result, or will have one."""
-        if await self._producer.call("EXISTS", keys.replies(one.name)):
+        found = await presence(lambda command: self._producer.call(*command), keys, one.name)
+        if found == "there":
             return
-        if await self._producer.call("EXISTS", keys.kept(one.name)):
+        if found == "expired":
             detail = f"the request {one} has had its result, which is kept no longer: see `result_ttl`"
         else:
             detail = f"there is no request {one}: it was never enqueued, or its result has expired long ago"
@@ -208,7 +215,7 @@ class EnqueuedRequests:
         one = RequestId.parse(text)
         keys = Keys(one.model, self._producer.prefix)
         await self._check_there(keys, one)
-        await self._producer.call("XADD", keys.requests, "*", "withdraw", one.name)
+        await self._producer.call(*withdraw_command(keys, [one.name]))
 
 
 def _new_name(tenant: Any) -> str:

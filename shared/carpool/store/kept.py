@@ -10,24 +10,26 @@ Why: docs/decisions/0092, docs/decisions/0101.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, Literal
 
 from carpool.errors import OK, InvalidArgumentError
 from carpool.keys import Keys
 from carpool.messages.results import Result, state_of
-from carpool.rows import BODY_TTL_MS
+from carpool.rows import BODY_TTL_MS, LARGE_BODY_BYTES
 from carpool.store.connection import Argument, Command, Script
 from carpool.wire.results import check_envelope, decode_results
 
+Presence = Literal["there", "expired", "unknown"]
 State = Literal["waiting", "in flight", "done", "failed", "dead", "unknown"]
 
 KEEP: Final = Script("keep", for_producers=True)  # batchers load it: see `Producer.run`
-STORED_BYTES_MIN: Final = 16 * 1024  # of a body that is stored under a key of its own
 TIMEOUT_S: Final = 3600.0  # of a request for whose result nobody waits, if it has no timeout
 _OWNER_CHARS: Final = 16
 _FINGERPRINT_CHARS: Final = 32
+# Fields that differ when a request is sent again: what is left of a delay, and the span of the call.
+_FIELDS_OF_A_CALL: Final = frozenset({"not_before", "traceparent"})
 _STATES: Final[Mapping[bytes, State]] = {
     b"waiting": "waiting",
     b"in-flight": "in flight",
@@ -57,7 +59,7 @@ def keep_arguments(
     names = [keys.requests, keys.kept(name), keys.replies(name)]
     entry: dict[str, Argument] = {**fields, "correlation_id": name, "reply_to": name}
     stored = b""
-    if len(body) < STORED_BYTES_MIN:
+    if len(body) < LARGE_BODY_BYTES:
         entry["body"] = body
     else:
         stored = body
@@ -84,8 +86,8 @@ def keep_command(
 
 
 def fingerprint_of(content_type: str, fields: Mapping[str, Any], body: bytes) -> bytes:
-    """What tells a request from another one of the same name: its body, and what is asked for it."""
-    asked = repr(sorted(fields.items()))
+    """What tells a request from another one of the same ID: its body, and what is asked for it."""
+    asked = repr(sorted([one for one in fields.items() if one[0] not in _FIELDS_OF_A_CALL]))
     digest = sha256(f"{content_type}\n{asked}\n".encode())
     digest.update(body)
     return digest.hexdigest()[:_FINGERPRINT_CHARS].encode()
@@ -99,6 +101,14 @@ def owner_prefix(owner: str) -> str:
 def owner_of_tenant(tenant: str) -> str:
     """The owner of the requests of a tenant."""
     return f"tenant {tenant}"
+
+
+async def presence(call: Callable[[Command], Awaitable[Any]], keys: Keys, correlation_id: str) -> Presence:
+    """Whether a request has a result, or will have one ("there"); had one, which is kept no longer; or is not
+    known (any more). `call` sends a command. One at a time, because permissions are for each."""
+    if await call(("EXISTS", keys.replies(correlation_id))):
+        return "there"
+    return "expired" if await call(("EXISTS", keys.kept(correlation_id))) else "unknown"
 
 
 # --- results ---------------------------------------------------------------------------------------------
