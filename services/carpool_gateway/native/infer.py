@@ -1,4 +1,4 @@
-"""Requests of Carpool's own HTTP interface: a body in, a body out; and many bodies in one call.
+"""Requests for whose results a connection waits: a body in, a body out; and many bodies in one call.
 
 A request of one body has no task: its exchange is the target of the result, and is answered by the callback
 that reads results. Likewise a client that goes away withdraws its request.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -16,18 +16,18 @@ from typing import Any, Final, NamedTuple
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.envelopes import EnvelopeSink
-from carpool.client.options import left_of, read_options, result_ttl_ms
+from carpool.client.options import RequestOptions, left_of, read_options, result_ttl_ms
 from carpool.client.producer import Producer
 from carpool.client.sinks import Envelope, Sink
 from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Result, ResultColumns
 from carpool.store.kept import TIMEOUT_S
-from carpool_gateway.answers import HttpError, failure, http_error_of
+from carpool_gateway.answers import failure, http_error_of
+from carpool_gateway.content_encoding import check_encoding, decompress
 from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.limits import ENCODINGS, Limits, inflate
-from carpool_gateway.native.options import Asked, content_type_of, options_of
+from carpool_gateway.limits import Limits
 from carpool_gateway.native.results import (
     error_line,
     figure_headers,
@@ -36,6 +36,7 @@ from carpool_gateway.native.results import (
     lines_of,
     result_line,
 )
+from carpool_gateway.options import content_type_of, options_of
 
 _LINES_HEADER: Final = b"content-type: application/x-ndjson\r\n"
 
@@ -53,6 +54,18 @@ def answer(exchange: Exchange, envelope: Envelope) -> None:
         warnings = envelope.get("warnings") or ()
         headers += further_headers(envelope.get("first_us"), warnings, envelope.get("version", ""))
     exchange.respond(200, headers, envelope["body"])
+
+
+class Asked(NamedTuple):
+    """What the headers of a request ask for."""
+
+    model: str
+    options: RequestOptions  # of which `timeout_s` and `fields` are made
+    content_type: str
+    timeout_s: float
+    fields: Mapping[str, Any]
+    correlation_id: str | None
+    result_ttl_ms: int | None = None  # how long the result is kept; None: as long as the model's
 
 
 class ExchangeSink(Sink):
@@ -84,13 +97,15 @@ class Inference:
         self._default_timeout_s = default_timeout_s
         self._answers, self._results = ExchangeSink(), EnvelopeSink()
 
-    def accept(self, exchange: Exchange, key: Key, *, is_later: bool = False, is_kept: bool = False) -> Asked:
-        """What is asked for, before the body is read. `is_later`: nobody waits for the result meanwhile;
-        `is_kept`: it is kept, to be read by name. Raises HttpError and CarpoolError."""
+    def read_headers(
+        self, exchange: Exchange, key: Key, *, is_async: bool = False, is_kept: bool = False
+    ) -> Asked:
+        """What is asked for, before the body is read. `is_async`: nobody waits for the result meanwhile;
+        `is_kept`: it is kept, to be read by ID. Raises HttpError and CarpoolError."""
         check_encoding(exchange)
         options = options_of(exchange.headers)
         key.set_tenant(options)
-        default_s = TIMEOUT_S if is_later else self._default_timeout_s
+        default_s = TIMEOUT_S if is_async else self._default_timeout_s
         if not is_kept and "result_ttl" in options:
             raise InvalidArgumentError(
                 "Carpool-Result-Ttl-Ms: only with Prefer: respond-async or Idempotency-Key; other results "
@@ -98,7 +113,7 @@ class Inference:
             )
         ttl_ms = result_ttl_ms(options.pop("result_ttl", None))
         timeout_s, fields = read_options(options, default_s)
-        if timeout_s is None or (timeout_s > self._limits.timeout_s and not is_later):
+        if timeout_s is None or (timeout_s > self._limits.timeout_s and not is_async):
             raise InvalidArgumentError(
                 f"Carpool-Timeout-Ms: at most {self._limits.timeout_s * 1000:.0f}; for longer, send "
                 "Prefer: respond-async"
@@ -219,18 +234,3 @@ def _line_of(sent: _Sent) -> bytes:
         return result_line(sent.future.result())
     assert isinstance(error, CarpoolError)
     return error_line(http_error_of(error))
-
-
-def check_encoding(exchange: Exchange) -> None:
-    """Refuse a body that is compressed in another way than those that are known (415)."""
-    encoding = exchange.headers.get(b"content-encoding")
-    if encoding is not None and encoding.lower() not in (*ENCODINGS, b"identity"):
-        raise HttpError(
-            415, "Content-Encoding: gzip, deflate, or none", headers=b"accept-encoding: gzip, deflate\r\n"
-        )
-
-
-async def decompress(exchange: Exchange, limits: Limits) -> None:
-    """Replace a compressed body by what is in it. Raises HttpError."""
-    if exchange.headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        exchange.body = await inflate(exchange.body, limits.body_bytes, exchange.take)

@@ -34,11 +34,12 @@ from carpool.store.kept import (
 )
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
 from carpool_gateway.catalog import Catalog
+from carpool_gateway.content_encoding import decompress
 from carpool_gateway.credentials import ANYBODY, Key, now_s
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.inference import answer, decompress
 from carpool_gateway.limits import Limits
-from carpool_gateway.native.options import Asked, preferences
+from carpool_gateway.native.infer import Asked, answer
+from carpool_gateway.options import preferences, wants_async
 from carpool_gateway.redis_calls import REPLY_S_MAX, RedisCalls
 
 _BLOCK_MS: Final = 1000
@@ -81,7 +82,7 @@ class KeptRequests:
             raise HttpError(422, "Idempotency-Key: another request was sent with this key")
         if earlier is not None:
             await self._check_there(keys, name)
-        if is_later(exchange):
+        if wants_async(exchange.headers):
             _answer_accepted(exchange, keys.model, name)
         else:
             envelope = await self._wait(keys, name, asked.timeout_s)
@@ -158,12 +159,6 @@ def _owner(key: Key) -> str:
     """What the names of all requests begin with that belong to the holder of a key: to its tenant, if it has
     one."""
     return owner_prefix(owner_of_tenant(key.tenant) if key.tenant else f"key {key.name}")
-
-
-def is_later(exchange: Exchange) -> bool:
-    """Whether a request is to be answered before it has a result (`Prefer: respond-async`)."""
-    prefer = exchange.headers.get(b"prefer")
-    return prefer is not None and "respond-async" in preferences(prefer)
 
 
 def _wait_s(exchange: Exchange) -> float:

@@ -25,11 +25,11 @@ from carpool.errors import CarpoolError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Chunk
 from carpool_gateway.answers import http_error_of
+from carpool_gateway.content_encoding import decompress
 from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.inference import cancel, decompress, find
 from carpool_gateway.limits import Limits
-from carpool_gateway.native.options import Asked
+from carpool_gateway.native.infer import Asked, cancel, find
 from carpool_gateway.native.results import error_line
 
 _HEADERS: Final = b"content-type: text/event-stream\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
