@@ -44,7 +44,7 @@ def _routes(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -
     yield Route(*post_infer, native.handler_for_infer, "A body in, a result out")
     post_many = ("POST", f"{_MODEL}/infer_many", "infer_many", INFER)
     yield Route(*post_many, native.handler_for_infer_many, "JSON lines in, a line with each result out")
-    kept = (f"{_MODEL}/requests/{{name}}", "requests", INFER)
+    kept = (f"{_MODEL}/requests/{{id}}", "requests", INFER)
     yield Route("GET", *kept, native.handler_for_result, "The result of a request that was sent before")
     yield Route("DELETE", *kept, native.handler_for_withdrawal, "Withdraw a request that was sent before")
     models = ("GET", "/carpool/v1/models", "models", INFER)

@@ -41,7 +41,7 @@ from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, 
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
 from carpool.errors import CancelledRequestError, CarpoolError, InvalidArgumentError
 from carpool.messages.requests import MSGPACK
-from carpool.store.kept import State
+from carpool.store.kept import RequestStatus
 from carpool.wire.tensors import Array, to_bytes
 
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
@@ -371,15 +371,15 @@ class AsyncClient:
             request_id, timeout if timeout == 0 else checked_timeout_s(timeout)
         )
 
-    async def status(self, request_id: str) -> State:
+    async def status(self, request_id: str) -> RequestStatus:
         """What became of a request that was enqueued: "waiting", "in flight", "done" (its result is OK),
         "failed" (any other status), "dead" (it was given up), or "unknown" (there is none, or its result is
         kept no longer)."""
-        return await self._enqueued.state(request_id)
+        return await self._enqueued.status(request_id)
 
     async def cancel(self, request_id: str) -> None:
-        """Withdraw a request that was enqueued. If it waits, or its model steps, its result is soon a
-        CancelledRequestError; else nothing happens. Raises NotFoundError."""
+        """Withdraw a request that was enqueued. If it waits, or its model steps or executes several batches
+        at a time, its result is soon a CancelledRequestError; else nothing happens. Raises NotFoundError."""
         await self._enqueued.withdraw(request_id)
 
     # --- sending -------------------------------------------------------------------------------------------

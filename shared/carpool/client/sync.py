@@ -45,7 +45,7 @@ from carpool.client.sequences import BlockingSequence, SequenceProgress
 from carpool.client.sinks import Reply, ThreadFutureSink, fail_future
 from carpool.client.streams import Stream, StreamTarget
 from carpool.errors import InvalidArgumentError, UnavailableError
-from carpool.store.kept import State
+from carpool.store.kept import RequestStatus
 from carpool.wire.tensors import Array
 
 __all__ = ["AsyncClient", "Client", "Reply", "Stream"]
@@ -536,9 +536,9 @@ class Client:
         limit_s = None if timeout is None or reading_s is None else timeout + reading_s
         return self._wait(self._start(self._client.result(request_id, timeout), limit_s))
 
-    def status(self, request_id: str) -> State:
+    def status(self, request_id: str) -> RequestStatus:
         """What became of a request that was enqueued; as AsyncClient.status."""
-        found: State = self._wait(self._start(self._client.status(request_id), self._calls_s(2)))
+        found: RequestStatus = self._wait(self._start(self._client.status(request_id), self._calls_s(2)))
         return found
 
     def cancel(self, request_id: str) -> None:
