@@ -352,7 +352,7 @@ def test_answers_are_as_the_openapi_document_says(gateway: Service) -> None:
 
 
 def _name_of(path: str) -> str:
-    place = ROUTER.find(path.format(model="Noop", version="1", name="none"))
+    place = ROUTER.find(path.format(model="Noop", version="1", id="none"))
     return next(iter(place.routes.values())).name
 
 

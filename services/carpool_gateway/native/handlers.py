@@ -28,10 +28,11 @@ class NativeHandlers:
 
     def handler_for_infer(self, exchange: Exchange, key: Key) -> Handler:
         """Of one request: its answer is its result, a stream of chunks, or where the result will be."""
-        is_async = wants_async(exchange.headers)
-        is_kept = is_async or IDEMPOTENCY in exchange.headers
+        headers = exchange.headers
+        is_async = wants_async(headers)
+        is_kept = is_async or IDEMPOTENCY in headers
         asked = self._inference.read_headers(exchange, key, is_async=is_async, is_kept=is_kept)
-        if wants_stream(exchange.headers):
+        if wants_stream(headers):
             _check_not_kept(is_kept=is_kept)
             exchange.route = "stream"
             return partial(self._streaming.infer, asked, key)

@@ -103,7 +103,8 @@ class Inference:
         """What is asked for, before the body is read. `is_async`: nobody waits for the result meanwhile;
         `is_kept`: it is kept, to be read by ID. Raises HttpError and CarpoolError."""
         check_encoding(exchange)
-        options = options_of(exchange.headers)
+        headers = exchange.headers
+        options = options_of(headers)
         key.set_tenant(options)
         default_s = TIMEOUT_S if is_async else self._default_timeout_s
         if not is_kept and "result_ttl" in options:
@@ -118,7 +119,7 @@ class Inference:
                 f"Carpool-Timeout-Ms: at most {self._limits.timeout_s * 1000:.0f}; for longer, send "
                 "Prefer: respond-async"
             )
-        content_type = content_type_of(exchange.headers.get(b"content-type"))
+        content_type = content_type_of(headers.get(b"content-type"))
         own_id = options.get("correlation_id")
         return Asked(exchange.model, options, content_type, timeout_s, fields, own_id, ttl_ms)
 
@@ -141,10 +142,9 @@ class Inference:
             self._send(asked, exchange, channel)
 
     def _send(self, asked: Asked, exchange: Exchange, channel: Channel) -> None:
-        packer, body = self._producer.packer, (asked.content_type, b"", exchange.body)
-        name = packer.add(
-            channel, body, asked.fields, asked.timeout_s, self._answers, exchange, asked.correlation_id
-        )
+        _, _, content_type, timeout_s, fields, own_id, _ = asked
+        packer, body = self._producer.packer, (content_type, b"", exchange.body)
+        name = packer.add(channel, body, fields, timeout_s, self._answers, exchange, own_id)
         exchange.on_gone = partial(packer.withdraw, name)
 
     # --- many requests -------------------------------------------------------------------------------------
