@@ -168,6 +168,7 @@ def test_the_time_in_which_a_model_is_loaded_is_a_part_of_timeout_and_delay(
     sent = {name: int(fields[name]) for name in (b"expiration", b"not_before")}
     assert sent[b"not_before"] < 50_000
     assert 9_999 <= sent[b"expiration"] - sent[b"not_before"] <= 10_001
+    wait_until(lambda: shared.redis.xlen(keys.requests) == 2, description="it is withdrawn")
     shared.redis.delete(keys.loading, keys.registration, keys.requests)
 
 
