@@ -108,11 +108,11 @@ _PRODUCE: Final = (
     Grant("send a request together with its large body", "multi exec"),
     Grant("store a large body", "set", "body"),
     Grant("read results from a reply stream, and trim those it has read", "xread xtrim", "replies"),
-    Grant("the state of a request whose result is read by name", "get exists", "kept"),
+    Grant("the state of a request whose result is read by ID", "get exists", "kept"),
     Grant("whether that result is there, or is to come", "exists", "replies"),
 )
 
-# To add requests whose results are read by name.
+# To add requests whose results are read by ID.
 # By its hash only: with EVAL a producer could run a script that does not end, and stop Redis.
 _ENQUEUE: Final = (
     Grant("the script keep, which batchers load", "evalsha", "requests kept replies body"),

@@ -14,11 +14,11 @@ from carpool_gateway.answers import JSON_HEADER, HttpError, allow, http_error_of
 from carpool_gateway.credentials import ANYBODY, INFER, METRICS, Key, KeyRing
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.meter import GatewayMetrics
-from carpool_gateway.native_calls import NativeCalls
-from carpool_gateway.open_inference import OpenInference
+from carpool_gateway.native.handlers import NativeHandlers
 from carpool_gateway.openapi import document
 from carpool_gateway.probes import Probes
 from carpool_gateway.routes import NO_SCOPE, Place, Route, Router
+from carpool_gateway.v2.handlers import OpenInferenceHandlers
 
 _GONE: Final = 499  # what nginx logs for a client that went away
 _OF_CLIENTS: Final = (501, 505)  # what a client asked for that is not there
@@ -27,7 +27,7 @@ _V2_MODEL: Final = "/v2/models/{model}"
 _V2_VERSION: Final = "/v2/models/{model}/versions/{version}"
 
 
-def routes_of(native: NativeCalls, v2: OpenInference, probes: Probes) -> list[Route]:
+def routes_of(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -> list[Route]:
     """All routes of the gateway, also that of the OpenAPI document, which describes them."""
 
     def describe(exchange: Exchange) -> None:
@@ -39,29 +39,31 @@ def routes_of(native: NativeCalls, v2: OpenInference, probes: Probes) -> list[Ro
     return routes
 
 
-def _routes(native: NativeCalls, v2: OpenInference, probes: Probes) -> Iterator[Route]:
+def _routes(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -> Iterator[Route]:
     post_infer = ("POST", f"{_MODEL}/infer", "infer", INFER)
-    yield Route(*post_infer, native.infer, "A body in, a result out")
+    yield Route(*post_infer, native.handler_for_infer, "A body in, a result out")
     post_many = ("POST", f"{_MODEL}/infer_many", "infer_many", INFER)
-    yield Route(*post_many, native.infer_many, "JSON lines in, a line with the result of each out")
-    kept = (f"{_MODEL}/requests/{{name}}", "requests", INFER)
-    yield Route("GET", *kept, native.kept_result, "The result of a request that was sent before")
-    yield Route("DELETE", *kept, native.withdraw, "Withdraw a request that was sent before")
-    yield Route("GET", "/carpool/v1/models", "models", INFER, native.models, "The registered models")
+    yield Route(*post_many, native.handler_for_infer_many, "JSON lines in, a line with each result out")
+    kept = (f"{_MODEL}/requests/{{id}}", "requests", INFER)
+    yield Route("GET", *kept, native.handler_for_result, "The result of a request that was sent before")
+    yield Route("DELETE", *kept, native.handler_for_withdrawal, "Withdraw a request that was sent before")
+    models = ("GET", "/carpool/v1/models", "models", INFER)
+    yield Route(*models, native.handler_for_models, "The registered models")
 
     yield _get("/v2", "v2", NO_SCOPE, v2.server_metadata, "What the server is")
     yield _get("/v2/health/live", "v2_health", NO_SCOPE, probes.v2_live, "Whether the gateway works")
     yield _get("/v2/health/ready", "v2_health", NO_SCOPE, probes.v2_ready, "Whether it can serve")
     index = ("POST", "/v2/repository/index", "v2_index", INFER)
-    yield Route(*index, v2.repository_index, "The states of all models")
+    yield Route(*index, v2.handler_for_index, "The states of all models")
     stats = ("GET", "/v2/models/stats", "v2_stats", INFER)  # before a model of this name
-    yield Route(*stats, v2.all_statistics, "What became of the requests of all models")
+    yield Route(*stats, v2.handler_for_all_statistics, "What became of the requests of all models")
     for path in (_V2_MODEL, _V2_VERSION):
         yield _get(path, "v2_model", INFER, v2.model_metadata, "The inputs and outputs of a model")
         yield _get(f"{path}/config", "v2_config", INFER, v2.model_config, "The settings of a model")
         yield _get(f"{path}/ready", "v2_ready", INFER, v2.model_ready, "Whether a model can be used")
         yield _get(f"{path}/stats", "v2_stats", INFER, v2.model_statistics, "What became of its requests")
-        yield Route("POST", f"{path}/infer", "v2_infer", INFER, v2.accept, "Tensors in, tensors out")
+        post_infer = ("POST", f"{path}/infer", "v2_infer", INFER)
+        yield Route(*post_infer, v2.handler_for_infer, "Tensors in, tensors out")
 
     yield _get("/healthz", "healthz", NO_SCOPE, probes.healthz, "Whether the gateway works, as text")
     yield _get("/readyz", "readyz", NO_SCOPE, probes.readyz, "Whether it can serve, as text")
@@ -86,7 +88,7 @@ class Gateway:
         self._log = structlog.get_logger()
         self._logs_all, self._logs_debug = logs_all, logs_debug
 
-    def accept(self, exchange: Exchange) -> None:
+    def on_headers(self, exchange: Exchange) -> None:
         """The headers are complete: find the handler, and whether its caller may use it."""
         if exchange.path == "*":
             exchange.handler = _server_wide(exchange)
@@ -99,7 +101,7 @@ class Gateway:
         exchange.route, exchange.parameters = route.name, place.parameters
         key = ANYBODY if route.scope == NO_SCOPE else self._key_for(exchange, route.scope)
         try:
-            exchange.handler = route.accept(exchange, key)
+            exchange.handler = route.handler_for(exchange, key)
         except CarpoolError as error:
             raise http_error_of(error) from None
 

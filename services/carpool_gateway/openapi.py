@@ -81,7 +81,7 @@ CONTENTS: Final[Mapping[tuple[str, str], Content]] = {
 _PARAMETERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "model": {"type": "string", "pattern": f"^{MODEL_NAME.pattern}$"},
     "version": {"type": "string", "pattern": f"^{MODEL_VERSION.pattern}$"},
-    "name": {"type": "string"},
+    "id": {"type": "string"},
 }
 _SECURITY: Final[Sequence[Mapping[str, Sequence[str]]]] = [{"bearer": []}, {"key": []}]
 

@@ -25,15 +25,15 @@ class Route(NamedTuple):
     """What is done for a method and a path.
 
     `name`: in metrics. `scope`: which the key must have, for the model if the path has one; NO_SCOPE: there
-    may be no key. `accept`: called when the headers are complete; returns the handler, or raises HttpError or
-    CarpoolError. `about`: a sentence for people.
+    may be no key. `handler_for`: called when the headers are complete; returns the handler, or raises
+    HttpError or CarpoolError. `about`: a sentence for people.
     """
 
     method: str
     path: str
     name: str
     scope: str
-    accept: Callable[[Exchange, Key], Handler]
+    handler_for: Callable[[Exchange, Key], Handler]
     about: str
 
 

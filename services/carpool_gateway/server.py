@@ -1,10 +1,10 @@
 """HTTP/1.1: the connections of clients, on asyncio's protocols and the parser httptools.
 
-    bytes ─▶ parser ─▶ headers: App.accept ─▶ body, within limits ─▶ handler ─▶ answer ─▶ next request
+    bytes ─▶ parser ─▶ headers: App.on_headers ─▶ body, within limits ─▶ handler ─▶ answer ─▶ next request
 
 - Every wait has a deadline on the clock, which no byte moves: for headers, for the body, between requests,
   for the client to read. They are checked together, four times a second, so a request pays nothing for them.
-- `App.accept` gets a request when its headers are complete. What it refuses is refused before its body is
+- `App.on_headers` gets a request when its headers are complete. What it refuses is refused before its body is
   read or asked for (`Expect: 100-continue`). A small body is read and dropped: the connection is used again.
 - Requests of one connection are handled one after the other, and each once the client has read enough of the
   answers before. Those that it sends ahead are parsed and wait; there are not many, because nothing more is
@@ -55,7 +55,7 @@ _LAST_PART: Final = b"0\r\n\r\n"
 class App(Protocol):
     """What the server serves."""
 
-    def accept(self, exchange: Exchange) -> None:
+    def on_headers(self, exchange: Exchange) -> None:
         """The headers are complete: set the handler and the route, or raise HttpError."""
 
     def on_done(self, exchange: Exchange) -> None:
@@ -267,7 +267,7 @@ class Connection(asyncio.Protocol):
             self.deadline_s = self.server.loop.time() + self._limits.body_s
         if not exchange.request_id:
             exchange.request_id = self.server.next_request_id()
-        self.server.app.accept(exchange)
+        self.server.app.on_headers(exchange)
 
     def ask_for_body(self) -> None:
         """Send what a client waits for before it sends a body."""

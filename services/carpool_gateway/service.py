@@ -16,17 +16,18 @@ from carpool.settings import GatewaySettings
 from carpool_gateway.app import Gateway, routes_of
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.credentials import KeyRing, is_loopback
-from carpool_gateway.inference import Inference
-from carpool_gateway.kept import KeptRequests
 from carpool_gateway.limits import Limits
 from carpool_gateway.meter import GatewayMetrics
-from carpool_gateway.native_calls import NativeCalls
-from carpool_gateway.open_inference import OpenInference
+from carpool_gateway.native.handlers import NativeHandlers
+from carpool_gateway.native.infer import Inference
+from carpool_gateway.native.kept import KeptRequests
+from carpool_gateway.native.streaming import Streaming
 from carpool_gateway.probes import Probes
 from carpool_gateway.redis_calls import RedisCalls
 from carpool_gateway.routes import Router
 from carpool_gateway.server import Server
-from carpool_gateway.streaming import Streaming
+from carpool_gateway.v2.handlers import OpenInferenceHandlers
+from carpool_gateway.v2.infer import TensorInference
 
 SILENCE_MAX_S: Final = 30.0  # of the event loop, which looks after itself twice a second
 _UPKEEP_S: Final = 0.5
@@ -60,21 +61,26 @@ class GatewayService:
         self._producer = Producer(settings.redis_url, settings.prefix, default_timeout_s, "none")
         self._calls = RedisCalls(settings.redis_url)
         catalog = Catalog(self._calls, settings.prefix)
-        native = NativeCalls(
+        native = NativeHandlers(
             producer=self._producer,
             inference=Inference(self._producer, limits, default_timeout_s),
             streaming=Streaming(self._producer, limits),
             kept=KeptRequests(self._producer, catalog, self._calls, limits),
         )
-        open_inference = OpenInference(
+        v2 = OpenInferenceHandlers(
             producer=self._producer,
             catalog=catalog,
+            inference=TensorInference(
+                producer=self._producer,
+                catalog=catalog,
+                limits=limits,
+                default_timeout_s=default_timeout_s,
+            ),
             limits=limits,
-            default_timeout_s=default_timeout_s,
             server_name=settings.server_name,
         )
         gateway = Gateway(
-            router=Router(routes_of(native, open_inference, Probes(self, metrics))),
+            router=Router(routes_of(native, v2, Probes(self, metrics))),
             keys=self._keys,
             metrics=metrics,
             logs_all=settings.access_log,

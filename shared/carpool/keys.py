@@ -144,7 +144,7 @@ class Keys:
         return self._of(f"replies:{name}")
 
     def kept(self, name: str) -> str:
-        """String that expires: the record of a request whose result is read by its name (`record.lua`)."""
+        """String that expires: the record of a request whose result is read by ID (`record.lua`)."""
         return self._of(f"kept:{name}")
 
     def body(self, name: str) -> str:

@@ -20,7 +20,7 @@ from carpool.messages.results import Chunk, Refusal, Result, ResultColumns
 from carpool.messages.settled import BatchSettled, ExecutedOf, Failures, ModelProcessesChanged
 from carpool.model_settings import ModelSettings
 from carpool.rows import Rows, StoredBody
-from carpool.store.kept import keep_arguments, owner_of_tenant, owner_prefix, state_in_record
+from carpool.store.kept import keep_arguments, owner_of_tenant, owner_prefix, status_in_record
 from carpool.tickets import TicketRange
 from carpool.wire.batches import decode_batch, decode_settled
 from carpool.wire.bodies import decode_body, encode_body
@@ -205,7 +205,7 @@ def test_script_that_keeps_a_result_is_called_as_in_the_vector(case: Case) -> No
 
 @cases("records", "kept.json")
 def test_record_is_read_as_in_the_vector(case: Case) -> None:
-    assert state_in_record(case["record"].encode()) == case["state"]
+    assert status_in_record(case["record"].encode()) == case["state"]
 
 
 @cases("ids", "kept.json")

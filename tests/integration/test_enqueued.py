@@ -55,7 +55,7 @@ def client(shared: Stack) -> Iterator[Client]:
 
 def replies_of(request_id: str) -> str:
     one = RequestId.parse(request_id)
-    return Keys(one.model).replies(one.name)
+    return Keys(one.model).replies(one.correlation_id)
 
 
 def expire_result(stack: Stack, request_id: str) -> None:
@@ -207,7 +207,8 @@ def test_another_request_under_the_same_id_is_refused(client: Client) -> None:
             InvalidArgumentError, match="correlation_id: another request was enqueued as 'taken'"
         ):
             client.enqueue("Echo", body, correlation_id="taken", **options)  # type: ignore[arg-type]
-    assert client.enqueue("Echo", 1, correlation_id="taken", timeout=5, result_ttl=5) == request_id
+    again: Any = {"timeout": 5, "result_ttl": 5, "not_before": 1, "fields": {"traceparent": "00-1-2-01"}}
+    assert client.enqueue("Echo", 1, correlation_id="taken", **again) == request_id
     assert client.result(request_id, 30) == 1
 
 
@@ -232,7 +233,7 @@ def test_how_long_a_result_is_kept(client: Client, shared: Stack, asked: float |
     assert client.result(request_id, 30) == 1
     one = RequestId.parse(request_id)
     lives_ms = shared.redis.pttl(replies_of(request_id))
-    known_ms = shared.redis.pttl(Keys(one.model).kept(one.name))
+    known_ms = shared.redis.pttl(Keys(one.model).kept(one.correlation_id))
     assert lives_ms <= kept_ms and (lives_ms > kept_ms - 30_000 or lives_ms == -2)
     assert lives_ms <= known_ms <= (asked or 60) * 1000 + timeout_s * 1000 or lives_ms == -2
 

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import pytest
 
-from carpool.client.entries import LARGE_BODY_BYTES
 from carpool.client.producer import Producer
 from carpool.keys import Keys
 from carpool.messages.requests import JSON, MSGPACK, RAW
+from carpool.rows import LARGE_BODY_BYTES
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import EchoService
 from support.front_end import EVENTS, serving

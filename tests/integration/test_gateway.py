@@ -21,7 +21,7 @@ from carpool.keys import Keys
 from support.http import Answer, Connection, call, request
 from support.models.stepping import text_of
 from support.stack import Service, Stack, fixed_keys
-from support.waiting import wait_until
+from support.waiting import Stopwatch, wait_until
 
 PNG = b"\x89PNG..."
 PATIENT = {"Carpool_Timeout_Ms": "200000"}  # of requests that are not to expire, however busy this machine is
@@ -151,6 +151,25 @@ def test_sequences_share_their_state(gateway: Service) -> None:
 
 
 # --- errors ------------------------------------------------------------------------------------------------
+
+
+def test_the_time_in_which_a_model_is_loaded_is_a_part_of_timeout_and_delay(
+    gateway: Service, shared: Stack
+) -> None:
+    keys, asked = Keys("Loading"), {"Carpool_Timeout_Ms": "60000", "Carpool_Not_Before_Ms": "50000"}
+    shared.redis.hset(keys.loading, "worker", "w")
+    with Connection(gateway.url) as connection:
+        waited = Stopwatch()
+        connection.send(request("POST", "/carpool/v1/models/Loading/infer", b"1", **asked))
+        wait_until(lambda: waited.elapsed_s > 0.5, description="it waits for the model")
+        shared.redis.hset(keys.registration, mapping=shared.redis.hgetall(Keys("Echo").registration))
+        wait_until(lambda: shared.redis.xlen(keys.requests), description="it is sent")
+        ((_, fields),) = shared.redis.xrange(keys.requests)
+    sent = {name: int(fields[name]) for name in (b"expiration", b"not_before")}
+    assert sent[b"not_before"] < 50_000
+    assert 9_999 <= sent[b"expiration"] - sent[b"not_before"] <= 10_001
+    wait_until(lambda: shared.redis.xlen(keys.requests) == 2, description="it is withdrawn")
+    shared.redis.delete(keys.loading, keys.registration, keys.requests)
 
 
 def test_errors_have_statuses(gateway: Service) -> None:

@@ -172,6 +172,16 @@ def test_a_request_that_is_sent_again_is_executed_once(gateway: Service, tmp_pat
     assert call(gateway.url, "POST", NOTING, note(notes, "b"), Idempotency_Key="k2").code == 200
 
 
+def test_what_changes_from_call_to_call_makes_no_other_request(gateway: Service, tmp_path: Path) -> None:
+    """What is left of a delay, and the span of a client that is traced."""
+    notes = tmp_path / "notes"
+    for delay_ms, span in (("80", "1"), ("40", "2"), ("0", "3")):
+        headers = {"Carpool_Not_Before_Ms": delay_ms, "Traceparent": f"00-{'a' * 32}-{span * 16}-01"}
+        answer = call(gateway.url, "POST", NOTING, note(notes, "a"), Idempotency_Key="traced", **headers)
+        assert (answer.code, answer.body) == (200, b'"a"')
+    assert notes_of(notes) == ["a"]
+
+
 def test_many_send_it_at_once(gateway: Service, shared: Stack, tmp_path: Path, gate: Path) -> None:
     notes = tmp_path / "notes"
     second = shared.gateway()
@@ -254,6 +264,14 @@ def test_keys_of_redis_expire(gateway: Service, shared: Stack) -> None:
 def test_what_cannot_be_kept_is_refused(gateway: Service, path: str, headers: dict[str, Any]) -> None:
     answer = call(gateway.url, "POST", f"/carpool/v1/models/Echo/{path}", b"1", **headers)
     assert answer.code == 400, answer
+
+
+def test_a_model_that_nobody_registered(gateway: Service) -> None:
+    for headers in ({}, {"Carpool_Result_Ttl_Ms": "1000"}):
+        answer = call(
+            gateway.url, "POST", "/carpool/v1/models/None/infer", b"1", Prefer="respond-async", **headers
+        )
+        assert (answer.code, answer.json["status"]) == (404, "NOT_FOUND")
 
 
 def test_redis_that_starts_again_is_waited_for(tmp_path: Path, gate: Path) -> None:

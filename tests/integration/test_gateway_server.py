@@ -45,7 +45,7 @@ class FakeApp:
         self.done: list[tuple[str, int, bool]] = []
         self.bodies = 0
 
-    def accept(self, exchange: Exchange) -> None:
+    def on_headers(self, exchange: Exchange) -> None:
         if exchange.path == "/forbidden":
             raise HttpError(403, "not you")
         exchange.on_gone = lambda gone: self.gone.append(gone.path)

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from carpool import AsyncClient, Client
-from carpool.client.entries import LARGE_BODY_BYTES
 from carpool.errors import DeadlineExceededError, ResourceExhaustedError
 from carpool.keys import Keys
 from carpool.messages.requests import JSON, MSGPACK, RAW
-from carpool.rows import BODY_TTL_MS
+from carpool.rows import BODY_TTL_MS, LARGE_BODY_BYTES
 from carpool.wire.bodies import encode_body
 from support.stack import Stack, fixed_keys
 from support.transport import transport_of

@@ -17,7 +17,6 @@ import uvloop
 
 from carpool import AsyncClient, Client
 from carpool.client import AsyncStream
-from carpool.client.entries import LARGE_BODY_BYTES
 from carpool.errors import (
     AbortedError,
     CancelledRequestError,
@@ -27,6 +26,7 @@ from carpool.errors import (
     NotFoundError,
     UnavailableError,
 )
+from carpool.rows import LARGE_BODY_BYTES
 from carpool.store.connection import LinkError
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import Echo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -22,7 +23,6 @@ from carpool.errors import InternalError, InvalidArgumentError
 from carpool.messages.requests import CONTENT_TYPES, JSON, MSGPACK, RAW
 from carpool.wire.bodies import (
     MAX_CONTAINERS,
-    MAX_DEPTH,
     MAX_JSON_ITEMS,
     decode_body,
     decode_result,
@@ -30,6 +30,7 @@ from carpool.wire.bodies import (
     result_type,
 )
 from carpool.wire.content_types import is_value
+from carpool.wire.json_rules import MAX_DEPTH
 from carpool.wire.request_fields import read_content_type, read_extra_fields
 
 fast = settings(deadline=None)
@@ -387,6 +388,12 @@ def test_depth_is_limited(content_type: str) -> None:
         error_of(content_type, nested_arrays(content_type, MAX_DEPTH + 1))
         == f"body: nested deeper than {MAX_DEPTH}"
     )
+
+
+def test_text_that_is_escaped_may_be_nested_as_deep_as_python_reads_it() -> None:
+    for depth in range(MAX_DEPTH + 1, sys.getrecursionlimit() + 1):
+        body = b"[" * depth + b'"\\ud83d\\ude00"' + b"]" * depth
+        assert error_of(JSON, body) == f"body: nested deeper than {MAX_DEPTH}"
 
 
 @pytest.mark.parametrize("content_type", [JSON, MSGPACK])

@@ -14,13 +14,13 @@ from carpool import errors
 from carpool.errors import CarpoolError, InvalidArgumentError, error_for
 from carpool.messages.results import Result
 from carpool_gateway.answers import STATUS_LINES, HttpError, error_body, failure, http_error_of
-from carpool_gateway.native.options import accepted, content_type_of, options_of, preferences
 from carpool_gateway.native.results import (
     content_type_header,
     further_headers,
     lines_of,
     result_line,
 )
+from carpool_gateway.options import accepted, content_type_of, options_of, preferences
 
 
 def test_options_are_in_headers() -> None:

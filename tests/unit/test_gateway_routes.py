@@ -81,4 +81,4 @@ def test_the_document_lists_all_paths() -> None:
     listed = HTTP.read_text()
     for route in TABLE:
         if not route.path.startswith("/v2/"):
-            assert route.path.replace("{model}", "MODEL").replace("{name}", "ID") in listed
+            assert route.path.replace("{model}", "MODEL").replace("{id}", "ID") in listed

@@ -12,13 +12,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from carpool_gateway import open_inference
 from carpool_gateway.answers import HttpError
 from carpool_gateway.credentials import ANYBODY
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import Limits
 from carpool_gateway.oip.prepared import Preparer
 from carpool_gateway.oip.responses import RowResult
+from carpool_gateway.v2 import infer
 from support.oip import identity, packed, tensor, written
 
 
@@ -48,12 +48,12 @@ def test_a_mistake_in_a_response_is_logged_and_answered(size: int, monkeypatch: 
         exchange = Exchange(cast(Any, connection))
         exchange.request_id = "mine"
         prepared, bodies = Preparer().prepare(identity("FP32"), written(tensor([1.5])), None)
-        rows = open_inference._Rows(exchange, prepared, len(bodies), owner)
+        rows = infer._Rows(exchange, prepared, len(bodies), owner)
         rows.put(0, RowResult("OK", "application/msgpack", bytes(size)))
         while not connection.answers:
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(open_inference, "_response_of", partial(_raise, KeyError("a body")))
+    monkeypatch.setattr(infer, "_response_of", partial(_raise, KeyError("a body")))
     asyncio.run(answered())
     assert (connection.answers, connection.failures) == ([500], [("KeyError", "mine")])
 
@@ -68,7 +68,7 @@ def test_nothing_of_a_request_is_left_to_the_garbage_collector(rows: int, ends: 
     exchange = Exchange(cast(Any, Recording()))
     body = written({"name": "x", "datatype": "FP32", "shape": [rows, 1], "data": [1.5] * rows})
     prepared, bodies = Preparer().prepare(identity("FP32"), body, None)
-    asked = open_inference._Asked(ANYBODY, {})
+    asked = infer.Asked(ANYBODY, {})
     owner._send(asked, exchange, cast(Any, None), prepared, bodies)
     results = [packed(np.array([1.5], np.float32))] * rows
     if ends == "failed":
@@ -103,13 +103,12 @@ class Sent:
         assert target in self._targets
 
 
-def a_gateway() -> open_inference.OpenInference:
-    return open_inference.OpenInference(
+def a_gateway() -> infer.TensorInference:
+    return infer.TensorInference(
         producer=cast(Any, None),
         catalog=cast(Any, None),
         limits=Limits(),
         default_timeout_s=1.0,
-        server_name="carpool",
     )
 
 

@@ -20,9 +20,9 @@ from carpool.client.options import (
     check_retries,
     check_sequence_id,
     checked_timeout_s,
+    left_of,
     optional_fields,
 )
-from carpool.client.retries import left_of
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.messages.requests import Entry, Run
 from carpool.model_settings import ModelSettings

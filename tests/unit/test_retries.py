@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from carpool.client import retries
-from carpool.client.options import RequestOptions
-from carpool.client.retries import left_of, with_retries
+from carpool.client.options import TIMEOUT_S_MIN, RequestOptions, left_of
+from carpool.client.retries import with_retries
 from carpool.errors import (
     AbortedError,
     CarpoolError,
@@ -107,7 +107,7 @@ async def test_delay_is_counted_from_the_first_attempt() -> None:
         ({"not_before": 3}, None, {"not_before": 1}),
         ({"not_before": 3, "timeout": 5}, 5, {"not_before": 1, "timeout": 3}),
         ({"not_before": 1.5}, 5, {"not_before": 0, "timeout": 3}),
-        ({"timeout": 1}, 1, {"timeout": retries.TIMEOUT_S_MIN}),
+        ({"timeout": 1}, 1, {"timeout": TIMEOUT_S_MIN}),
         ({"not_before": "soon"}, None, {"not_before": "soon"}),  # which is refused when it is sent
         ({"not_before": -1}, None, {"not_before": -1}),
     ],

@@ -36,7 +36,7 @@
    tenant's turn begins, and where some of its requests are withdrawn or refused.
 7. Of a stepping model each request is a batch by itself, which is always full. A process takes as many at a
    time as it has slots (`max_batch_size`), one more for every eight, and as `max_batch_cost` allows. One that
-   is withdrawn in flight is answered there.
+   is withdrawn in flight is answered there, as it is of a model that executes several batches at a time.
 8. Requests of a sequence are served one at a time, in order (`core.sequences`). Of each sequence at most one
    waiting request takes part in rules 1 to 3; all of them in the others.
 9. Of a bound model each sequence stays with one process (`sequences.processes`). A batch has requests of the

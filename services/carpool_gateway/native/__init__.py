@@ -1,1 +1,1 @@
-"""Carpool's own HTTP interface: a body in, a body out. Pure functions of headers and bytes."""
+"""Carpool's own interface, `/carpool/v1`: a body in, a body out."""

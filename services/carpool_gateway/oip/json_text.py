@@ -14,38 +14,41 @@ Why: docs/decisions/0091.
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections import Counter
 from typing import Any, Final
 
+from carpool.wire.json_rules import (
+    LONE_SURROGATE,
+    MAX_DEPTH,
+    TOO_MANY_DIGITS,
+    UnclearError,
+    finite,
+    has_lone_surrogate,
+    with_unique_names,
+)
 from carpool_gateway.oip.errors import ProtocolError
 
-MAX_DEPTH: Final = 64
-_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _SCALARS: Final = frozenset({type(None), bool, int, float, str})
 
 
 def parse(text: bytes) -> Any:
     """The value of a JSON text. Raises ProtocolError."""
     try:
-        decoded = text.decode()
-        value = _DECODER.decode(decoded)
+        value = _DECODER.decode(text.decode())
     except UnicodeDecodeError as error:
         raise ProtocolError(
             f"the JSON is not UTF-8: byte {error.start} is {text[error.start]:02x} hex"
         ) from None
     except RecursionError:
         raise ProtocolError(_TOO_DEEP) from None
-    except _UnclearError as error:
+    except UnclearError as error:
         raise ProtocolError(str(error)) from None
     except json.JSONDecodeError as error:
         raise ProtocolError(_why_not(error)) from None
     except ValueError:  # of int(), for thousands of digits
-        raise ProtocolError("a number has more than 4300 digits") from None
+        raise ProtocolError(TOO_MANY_DIGITS) from None
     _check_depth(value)
-    if _SURROGATE.search(decoded) is not None:
-        _check_surrogates(value)
+    if has_lone_surrogate(text, value):
+        raise ProtocolError(f"the JSON {LONE_SURROGATE}")
     return value
 
 
@@ -60,26 +63,7 @@ def check_names(text: bytes, names: int, data: list[bytes]) -> None:
         parse(text)
 
 
-class _UnclearError(ValueError):
-    """What is written can be read, but not everybody would read the same value."""
-
-
-def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    named = dict(pairs)
-    if len(named) != len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise _UnclearError(f"the name {twice!r:.60} is in a map more than once")
-    return named
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if math.isinf(number):
-        raise _UnclearError(f"the number {digits:.40} is outside the range of FP64")
-    return number
-
-
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=_with_unique_names, parse_float=_finite)
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=with_unique_names, parse_float=finite)
 _TOO_DEEP: Final = f"the JSON is nested deeper than {MAX_DEPTH}"
 
 
@@ -103,10 +87,3 @@ def _check_depth(value: Any) -> None:
             if not _SCALARS.issuperset(map(type, items)):
                 level += items
     raise ProtocolError(_TOO_DEEP)
-
-
-def _check_surrogates(value: Any) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ProtocolError("the JSON has a text with a lone surrogate, which UTF-8 cannot encode") from None

@@ -4,6 +4,7 @@ on_behalf     clients of models that call others, one for each request that they
 sync          Client: AsyncClient on a thread of its own
 loop_thread   the thread of Client: its event loop, and waits that end
 aio           AsyncClient: values and options -> encoded requests
+sending       values and options -> requests in `packing`: the half of AsyncClient that sends
 producer      connections and models, for AsyncClient and front ends of other protocols
 packing       encoded requests -> entries, until each has a result
 options       the options of requests

@@ -10,40 +10,37 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
 
 import numpy as np
 
-from carpool.client.encoding import BodyEncoder, TensorHead, bodies_to_send
+from carpool.client.encoding import BodyEncoder, bodies_to_send
 from carpool.client.enqueued import EnqueuedRequests
-from carpool.client.entries import Channel, Encoded
-from carpool.client.lookup import POLL_S
+from carpool.client.entries import Channel
 from carpool.client.options import (
     DEFAULT_TIMEOUT_S,
     IN_FLIGHT,
-    NO_FIELDS,
     RequestOptions,
     check_in_flight,
     check_no_sequence,
     checked_timeout_s,
+    left_of,
     read_options,
 )
 from carpool.client.producer import Producer, ServedChannels
 from carpool.client.reading import ResultReader
-from carpool.client.retries import each_with_retries, left_of, with_retries
+from carpool.client.retries import each_with_retries, with_retries
+from carpool.client.sending import Sender
 from carpool.client.sequences import AsyncSequence, SequenceProgress
-from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Sink, Window
+from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Window
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
-from carpool.errors import CancelledRequestError, CarpoolError, InvalidArgumentError
-from carpool.messages.requests import MSGPACK
-from carpool.store.kept import State
-from carpool.wire.tensors import Array, to_bytes
+from carpool.errors import CarpoolError
+from carpool.store.kept import RequestStatus
+from carpool.wire.tensors import Array
 
 __all__ = ["AsyncClient", "Reply", "RequestOptions"]
 
@@ -86,7 +83,8 @@ class AsyncClient:
         self._channels: dict[str, Channel] | ServedChannels = self._served or self._producer.channels
         self._encoder, self._reader = BodyEncoder(), ResultReader()
         self._values, self._replies = FutureSink(self._reader), ReplySink(self._reader)
-        self._streams = StreamSink(self._reader)
+        streams = StreamSink(self._reader)
+        self._sender = Sender(self._packer, self._channels, self._encoder, streams, self._timeout_s)
         self._stream_lookups: set[asyncio.Task[None]] = set()
         self._enqueued = EnqueuedRequests(self._producer, self._encoder, self._reader)
 
@@ -181,7 +179,7 @@ class AsyncClient:
         future = (
             self._packer.loop.create_future()
         )  # here, because a coroutine more for each request is slower
-        correlation_id = self._add(channel, body, options, self._values, future)
+        correlation_id = self._sender.add(channel, body, options, self._values, future)
         try:
             return await future
         except asyncio.CancelledError:
@@ -207,7 +205,7 @@ class AsyncClient:
             body, options = self._encoder.snapshot(body, options)
             channel, options = await self._find(model, options)
         future = self._packer.loop.create_future()
-        correlation_id = self._add(channel, body, options, sink, future)
+        correlation_id = self._sender.add(channel, body, options, sink, future)
         try:
             return await future
         except asyncio.CancelledError:
@@ -225,7 +223,7 @@ class AsyncClient:
             body, options = self._encoder.snapshot(body, options)
             return asyncio.ensure_future(self._infer(self._values, model, body, options))
         future = self._packer.loop.create_future()
-        correlation_id = self._add(channel, body, options, self._values, future)
+        correlation_id = self._sender.add(channel, body, options, self._values, future)
         future.add_done_callback(
             lambda done: self._packer.withdraw(correlation_id, done) if done.cancelled() else None
         )
@@ -263,10 +261,10 @@ class AsyncClient:
         gathering = Gathering(self._reader, self._packer.loop, size=size, keep_errors=return_exceptions)
         try:
             if isinstance(bodies, np.ndarray) and (head := self._encoder.head_of_rows(bodies, options)):
-                await self._send_rows(channel, bodies, head, options, gathering, in_flight)
+                await self._sender.send_rows(channel, bodies, head, options, gathering, in_flight)
             else:
                 for body in bodies:
-                    self._add_or_fail(channel, body, options, gathering)
+                    self._sender.add_or_fail(channel, body, options, gathering)
                     if gathering.in_flight >= in_flight:
                         await gathering.wait(in_flight - 1)
             await gathering.wait(0)
@@ -303,7 +301,7 @@ class AsyncClient:
         window = Window(self._reader, self._packer.loop)
         try:
             async for body in source:
-                self._add_or_fail(channel, body, options, window)
+                self._sender.add_or_fail(channel, body, options, window)
                 while len(window) >= in_flight or window.ready:
                     yield _checked(await window.take(), return_exceptions)
             while len(window):
@@ -322,7 +320,7 @@ class AsyncClient:
         target = StreamTarget(asyncio.Queue())
         channel = self._channels.get(model)
         if channel is not None:
-            self._start_stream(channel, target, body, options)
+            self._sender.start_stream(channel, target, body, options)
         else:
             body, options = self._encoder.snapshot(body, options)
             lookup = loop.create_task(self._start_first_stream(model, target, body, options))
@@ -341,7 +339,7 @@ class AsyncClient:
             progress: SequenceProgress, body: Any, options: RequestOptions, end: bool
         ) -> asyncio.Future[Any]:
             future = self._packer.loop.create_future()
-            on_done = self._add_to_sequence(progress, body, options, end, self._values, future)
+            on_done = self._sender.add_to_sequence(progress, body, options, end, self._values, future)
             future.add_done_callback(on_done)
             return future
 
@@ -384,15 +382,15 @@ class AsyncClient:
             request_id, timeout if timeout == 0 else checked_timeout_s(timeout)
         )
 
-    async def status(self, request_id: str) -> State:
+    async def status(self, request_id: str) -> RequestStatus:
         """What became of a request that was enqueued: "waiting", "in flight", "done" (its result is OK),
         "failed" (any other status), "dead" (it was given up), or "unknown" (there is none, or its result is
         kept no longer)."""
-        return await self._enqueued.state(request_id)
+        return await self._enqueued.status(request_id)
 
     async def cancel(self, request_id: str) -> None:
-        """Withdraw a request that was enqueued. If it waits, or its model steps, its result is soon a
-        CancelledRequestError; else nothing happens. Raises NotFoundError."""
+        """Withdraw a request that was enqueued. If it waits, or its model steps or executes several batches
+        at a time, its result is soon a CancelledRequestError; else nothing happens. Raises NotFoundError."""
         await self._enqueued.withdraw(request_id)
 
     # --- sending -------------------------------------------------------------------------------------------
@@ -400,35 +398,9 @@ class AsyncClient:
     async def _find(self, model: str, options: RequestOptions) -> tuple[Channel, RequestOptions]:
         """The channel of a model that is new to this client. If a worker is loading it, that is waited for,
         and the options have what is left of the timeout, and of `not_before`."""
-        timeout_s, started_s = read_options(options, self._timeout_s)[0], time.monotonic()
-        channel = await self._producer.open_channel(model, timeout_s)
-        if self._served is not None:
-            await self._producer.check_served(model, timeout_s)
-            self._served.confirm(model)
-        waited_s = time.monotonic() - started_s
-        return channel, left_of(options, timeout_s, waited_s) if waited_s > POLL_S else options
-
-    def _add(self, channel: Channel, body: Any, options: RequestOptions, sink: Sink, target: Any) -> str:
-        """Send a request soon; return its correlation ID. Its result goes to the target in the sink."""
-        if not options:
-            encoded = self._encoder.encode(body, None)
-            return self._packer.add(channel, encoded, NO_FIELDS, self._timeout_s, sink, target)
-        timeout_s, fields = read_options(options, self._timeout_s)
-        encoded, own_id = (
-            self._encoder.encode(body, options.get("content_type")),
-            options.get("correlation_id"),
-        )
-        return self._packer.add(channel, encoded, fields, timeout_s, sink, target, own_id)
-
-    def _add_or_fail(
-        self, channel: Channel, body: Any, options: RequestOptions, sink: Gathering | Window
-    ) -> None:
-        """As `_add`, but a body that cannot be sent fails in its turn."""
-        (target,) = sink.reserve(1)
-        try:
-            self._add(channel, body, options, sink, target)
-        except InvalidArgumentError as error:
-            sink.fail(target, error)
+        timeout_s = read_options(options, self._timeout_s)[0]
+        channel, waited_s = await self._producer.find_channel(model, timeout_s, self._served)
+        return channel, left_of(options, timeout_s, waited_s) if waited_s else options
 
     async def _start_first_stream(
         self, model: str, target: StreamTarget, body: Any, options: RequestOptions
@@ -439,64 +411,11 @@ class AsyncClient:
         except Exception as error:
             target.fail(error)
         else:
-            self._start_stream(channel, target, body, options)
-
-    def _start_stream(
-        self, channel: Channel, target: StreamTarget, body: Any, options: RequestOptions
-    ) -> None:
-        if target.ended:  # closed by its reader meanwhile
-            return
-        try:
-            check_no_sequence(options, "stream")
-            target.correlation_id = self._add(channel, body, options, self._streams, target)
-        except Exception as error:
-            target.fail(error)
+            self._sender.start_stream(channel, target, body, options)
 
     def _close_stream(self, target: StreamTarget) -> None:
         """The reader of a stream wants no more: withdraw its request."""
         self._packer.close_stream(target)
-
-    async def _send_rows(
-        self,
-        channel: Channel,
-        array: Array,
-        head: TensorHead,
-        options: RequestOptions,
-        gathering: Gathering,
-        in_flight: int,
-    ) -> None:
-        """Send the rows of an array, in entries of as many requests as the entries of other requests have."""
-        timeout_s, fields = read_options(options, self._timeout_s)
-        step = min(in_flight, channel.rows_max(array.nbytes // len(array)))
-        for start in range(0, len(array), step):
-            await gathering.wait(in_flight - step)
-            rows = array[start : start + step]
-            encoded = Encoded(MSGPACK, head.encoded, to_bytes(rows, head.datatype))
-            targets = gathering.reserve(len(rows))
-            self._packer.add_rows(channel, encoded, fields, timeout_s, gathering, targets)
-
-    def _add_to_sequence(
-        self,
-        progress: SequenceProgress,
-        body: Any,
-        options: RequestOptions,
-        end: bool,
-        sink: Sink,
-        target: Any,
-    ) -> Callable[[Any], None]:
-        """Add the next request of a sequence. Returns what is to be called once the target is done."""
-        options = progress.next_options(options, end=end)
-        correlation_id = self._add(self._channels[progress.model], body, options, sink, target)
-        index = progress.on_sent(end=end)
-
-        def on_done(done: asyncio.Future[Any] | Future[Any]) -> None:
-            if done.cancelled():
-                self._packer.withdraw(correlation_id, done)
-                progress.on_done(index, CancelledRequestError("by its caller"), end=end)
-            else:
-                progress.on_done(index, done.exception(), end=end)
-
-        return on_done
 
 
 async def _iterate(bodies: Iterable[Any]) -> AsyncIterator[Any]:

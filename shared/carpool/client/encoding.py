@@ -11,10 +11,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from carpool.client.entries import LARGE_BODY_BYTES, Encoded
+from carpool.client.entries import Encoded
 from carpool.client.options import RequestOptions
 from carpool.errors import InternalError, InvalidArgumentError
 from carpool.messages.requests import MSGPACK, RAW
+from carpool.rows import LARGE_BODY_BYTES
 from carpool.wire.bodies import encode_body
 from carpool.wire.content_types import canonical, checked
 from carpool.wire.tensors import Array, datatype_of, is_bfloat16, tensor_head, to_bytes

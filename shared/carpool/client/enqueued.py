@@ -1,7 +1,8 @@
 """Requests that are enqueued, and whose results any process reads by their IDs.
 
-An ID is MODEL/CORRELATION_ID. All that is known of such a request is in Redis (`carpool.store.kept`). So no
-process that had to do with it has to live any more. Nothing is withdrawn when a call is cancelled.
+An ID is MODEL/CORRELATION_ID. Redis keeps an enqueued request: a record of it, and its result
+(`carpool.store.kept`). So no process that had to do with it has to live any more. Nothing is withdrawn when a
+call is cancelled.
 
 Why: docs/decisions/0101.
 """
@@ -15,7 +16,14 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from carpool.client.encoding import BodyEncoder
-from carpool.client.options import RequestOptions, check_correlation_id, read_options, result_ttl_ms
+from carpool.client.entries import withdraw_command
+from carpool.client.options import (
+    RequestOptions,
+    check_correlation_id,
+    expiration_ms,
+    read_options,
+    result_ttl_ms,
+)
 from carpool.client.packing import STRING_BYTES_MAX
 from carpool.client.producer import Producer
 from carpool.client.reading import ResultReader
@@ -34,16 +42,17 @@ from carpool.model_settings import ModelSettings
 from carpool.store.kept import (
     KEEP,
     TIMEOUT_S,
-    State,
+    RequestStatus,
     envelope_of,
     fingerprint_of,
     keep_arguments,
     kept_result,
     owner_of_tenant,
     owner_prefix,
+    presence,
     read_command,
-    state_in_envelope,
-    state_in_record,
+    status_in_envelope,
+    status_in_record,
 )
 
 FIRST_CHECK_S: Final = (
@@ -61,24 +70,24 @@ class RequestId(NamedTuple):
     """MODEL/CORRELATION_ID, in its parts."""
 
     model: str
-    name: str
+    correlation_id: str
 
     @classmethod
     def parse(cls, text: str) -> RequestId:
         """Raises InvalidArgumentError."""
-        model, _, name = text.partition("/") if isinstance(text, str) else ("", "", "")
-        if not (MODEL_NAME.fullmatch(model) and CORRELATION_ID.fullmatch(name)):
+        model, _, correlation_id = text.partition("/") if isinstance(text, str) else ("", "", "")
+        if not (MODEL_NAME.fullmatch(model) and CORRELATION_ID.fullmatch(correlation_id)):
             raise InvalidArgumentError(
                 f"ID: {text!r:.280} must be MODEL/CORRELATION_ID, as `enqueue` returns it"
             )
-        return cls(model, name)
+        return cls(model, correlation_id)
 
     def __str__(self) -> str:
-        return f"{self.model}/{self.name}"
+        return f"{self.model}/{self.correlation_id}"
 
 
 class EnqueuedRequests:
-    """Adds such requests, reads their results and states, and withdraws them."""
+    """Adds such requests, reads their results and statuses, and withdraws them."""
 
     def __init__(self, producer: Producer, encoder: BodyEncoder, reader: ResultReader) -> None:
         self._producer = producer
@@ -100,19 +109,17 @@ class EnqueuedRequests:
         data = head + tail
         if len(data) > STRING_BYTES_MAX:
             raise InvalidArgumentError(f"body: {len(data)} bytes; at most {STRING_BYTES_MAX} are allowed")
-        name = options.get("correlation_id")
-        if name is None:
-            name = _new_name(fields.get("tenant"))
+        correlation_id = options.get("correlation_id")
+        if correlation_id is None:
+            correlation_id = _new_id(fields.get("tenant"))
         else:
-            check_correlation_id(name, ())
+            check_correlation_id(correlation_id, ())
         await self._check_registered(model)
-        keys, timeout_ms = Keys(model, self._producer.prefix), max(1, round(timeout_s * 1000))
-        fingerprint = fingerprint_of(
-            content_type, {field: value for field, value in fields.items() if field != "not_before"}, data
-        )
+        keys, timeout_ms = Keys(model, self._producer.prefix), expiration_ms(timeout_s)
+        fingerprint = fingerprint_of(content_type, fields, data)
         script_keys, args = keep_arguments(
             keys,
-            name,
+            correlation_id,
             fingerprint,
             timeout_ms + (ttl_ms or _TTL_MS),
             {**fields, "content_type": content_type, "expiration": timeout_ms},
@@ -120,20 +127,21 @@ class EnqueuedRequests:
             result_ttl_ms=ttl_ms,
             again_after_result=True,
         )
-        earlier = await self._keep(script_keys, args, name)
+        earlier = await self._keep(script_keys, args, correlation_id)
         if earlier is not None and earlier != fingerprint:
             raise InvalidArgumentError(
-                f"correlation_id: another request was enqueued as {name!r}: its body or options differ",
-                correlation_id=name,
+                f"correlation_id: another request was enqueued as {correlation_id!r}: its body or options "
+                "differ",
+                correlation_id=correlation_id,
             )
-        return str(RequestId(model, name))
+        return str(RequestId(model, correlation_id))
 
     async def _check_registered(self, model: str) -> None:
         if model not in self._registered:
             await self._producer.check_registered(model)
             self._registered.add(model)
 
-    async def _keep(self, keys: list[str], args: list[Any], name: str) -> bytes | None:
+    async def _keep(self, keys: list[str], args: list[Any], correlation_id: str) -> bytes | None:
         """Run the script, and have Redis confirm it as the durability demands. Raises UnconfirmedError."""
         durability, transport = self._producer.durability, self._producer.packer.transport
         losses = transport.losses
@@ -143,7 +151,7 @@ class EnqueuedRequests:
             if transport.losses != losses:  # that confirms what was sent over another connection
                 missing = missing or "the connection was lost before Redis confirmed the request"
             if missing:
-                raise UnconfirmedError(missing, correlation_id=name)
+                raise UnconfirmedError(missing, correlation_id=correlation_id)
         return earlier
 
     async def result(self, text: str, timeout_s: float | None) -> Any:
@@ -151,26 +159,28 @@ class EnqueuedRequests:
         CarpoolError of its status, NotFoundError and NoResultError."""
         one = RequestId.parse(text)
         keys = Keys(one.model, self._producer.prefix)
-        envelope = await self._read(keys, one.name)
+        envelope = await self._read(keys, one.correlation_id)
         loop, check_s = asyncio.get_running_loop(), FIRST_CHECK_S
         end_s = math.inf if timeout_s is None else loop.time() + timeout_s
         while envelope is None:
             left_s = end_s - loop.time()
             if left_s > 0:
-                envelope = await self._of_model(keys).wait(one.name, min(left_s, check_s))
+                envelope = await self._of_model(keys).wait(one.correlation_id, min(left_s, check_s))
                 check_s = CHECK_S
             if envelope is not None:
                 break
             await self._check_there(keys, one)
             if left_s <= 0:
                 raise NoResultError(
-                    f"no result within {timeout_s:g} s: the request is {await self.state(text)}",
-                    correlation_id=one.name,
+                    f"no result within {timeout_s:g} s: the request is {await self.status(text)}",
+                    correlation_id=one.correlation_id,
                 )
         return self._reader.value(envelope)
 
-    async def _read(self, keys: Keys, name: str) -> Envelope | None:
-        return kept_result(await self._producer.call(*read_command(keys, [name]), key=keys.requests))
+    async def _read(self, keys: Keys, correlation_id: str) -> Envelope | None:
+        return kept_result(
+            await self._producer.call(*read_command(keys, [correlation_id]), key=keys.requests)
+        )
 
     def _of_model(self, keys: Keys) -> _AwaitedResults:
         awaited = self._awaited.get(keys.model)
@@ -180,39 +190,40 @@ class EnqueuedRequests:
 
     async def _check_there(self, keys: Keys, one: RequestId) -> None:
         """Raise NotFoundError unless the request has a result, or will have one."""
-        if await self._producer.call("EXISTS", keys.replies(one.name)):
+        found = await presence(lambda command: self._producer.call(*command), keys, one.correlation_id)
+        if found == "there":
             return
-        if await self._producer.call("EXISTS", keys.kept(one.name)):
+        if found == "expired":
             detail = f"the request {one} has had its result, which is kept no longer: see `result_ttl`"
         else:
             detail = f"there is no request {one}: it was never enqueued, or its result has expired long ago"
-        raise NotFoundError(detail, correlation_id=one.name)
+        raise NotFoundError(detail, correlation_id=one.correlation_id)
 
-    async def state(self, text: str) -> State:
-        """The state of a request. Two or three commands, which take no body and almost never a result."""
+    async def status(self, text: str) -> RequestStatus:
+        """What became of a request. Two or three commands, which take no body and almost never a result."""
         one = RequestId.parse(text)
         keys = Keys(one.model, self._producer.prefix)
         record, is_there = await asyncio.gather(
-            self._producer.call("GET", keys.kept(one.name)),
-            self._producer.call("EXISTS", keys.replies(one.name)),
+            self._producer.call("GET", keys.kept(one.correlation_id)),
+            self._producer.call("EXISTS", keys.replies(one.correlation_id)),
         )
         if not is_there:
             return "unknown"
         if record is not None:
-            return state_in_record(record)
-        envelope = await self._read(keys, one.name)  # it was answered later than its timeout
-        return "unknown" if envelope is None else state_in_envelope(envelope)
+            return status_in_record(record)
+        envelope = await self._read(keys, one.correlation_id)  # it was answered later than its timeout
+        return "unknown" if envelope is None else status_in_envelope(envelope)
 
     async def withdraw(self, text: str) -> None:
         """If the request waits, it is not executed. Raises NotFoundError."""
         one = RequestId.parse(text)
         keys = Keys(one.model, self._producer.prefix)
         await self._check_there(keys, one)
-        await self._producer.call("XADD", keys.requests, "*", "withdraw", one.name)
+        await self._producer.call(*withdraw_command(keys, [one.correlation_id]))
 
 
-def _new_name(tenant: Any) -> str:
-    """A name that nobody guesses. Of a tenant, one that a gateway shows to it."""
+def _new_id(tenant: Any) -> str:
+    """A correlation ID that nobody guesses. Of a tenant, one that a gateway shows to it."""
     owner = tenant.decode("utf-8", "replace") if isinstance(tenant, bytes) else tenant
     return (owner_prefix(owner_of_tenant(owner)) if owner else "") + secrets.token_hex(16)
 
@@ -226,17 +237,17 @@ class _AwaitedResults:
     def __init__(self, producer: Producer, keys: Keys) -> None:
         self._producer = producer
         self._keys = keys
-        self._futures: dict[str, list[asyncio.Future[Envelope]]] = {}  # by name
+        self._futures: dict[str, list[asyncio.Future[Envelope]]] = {}  # by correlation ID
         self._asking: asyncio.Task[None] | None = None
         self._sleeper: asyncio.Future[None] | None = None
         self._since_s = 0.0  # when somebody began to wait last
         self._together = TOGETHER_MAX
 
-    async def wait(self, name: str, timeout_s: float) -> Envelope | None:
-        """The result of this name, as soon as it is there; None if it is not there in time."""
+    async def wait(self, correlation_id: str, timeout_s: float) -> Envelope | None:
+        """The result of this ID, as soon as it is there; None if it is not there in time."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Envelope] = loop.create_future()
-        self._futures.setdefault(name, []).append(future)
+        self._futures.setdefault(correlation_id, []).append(future)
         self._since_s = loop.time()
         if self._asking is None:
             self._asking = loop.create_task(self._ask())
@@ -250,14 +261,14 @@ class _AwaitedResults:
                 return future.result()
             return None
         finally:
-            self._remove(name, future)
+            self._remove(correlation_id, future)
 
-    def _remove(self, name: str, future: asyncio.Future[Envelope]) -> None:
-        futures = self._futures.get(name, [])
+    def _remove(self, correlation_id: str, future: asyncio.Future[Envelope]) -> None:
+        futures = self._futures.get(correlation_id, [])
         if future in futures:
             futures.remove(future)
             if not futures:
-                del self._futures[name]
+                del self._futures[correlation_id]
 
     async def _ask(self) -> None:
         """Ask while somebody waits."""
@@ -290,23 +301,26 @@ class _AwaitedResults:
                 timer.cancel()
 
     async def _ask_once(self) -> None:
-        names = list(self._futures)
+        ids = list(self._futures)
         transport, start_chars = self._producer.packer.transport, len(self._keys.replies(""))
-        for start in range(0, len(names), self._together):
+        for start in range(0, len(ids), self._together):
             losses = transport.losses
-            command = read_command(self._keys, names[start : start + self._together])
+            command = read_command(self._keys, ids[start : start + self._together])
             reply = await self._producer.call(*command, key=self._keys.requests)
             if transport.losses != losses:  # perhaps because the reply was too large for Redis
                 self._together = 1
             for stream, entries in reply or ():
                 self._resolve(stream.decode()[start_chars:], entries)
 
-    def _resolve(self, name: str, entries: list[Any]) -> None:
-        futures = self._futures.pop(name, ())
+    def _resolve(self, correlation_id: str, entries: list[Any]) -> None:
+        futures = self._futures.pop(correlation_id, ())
         try:
             envelope = envelope_of(entries)
         except InvalidArgumentError as error:
-            _fail_all(futures, InternalError(f"its result is malformed: {error.detail}", correlation_id=name))
+            _fail_all(
+                futures,
+                InternalError(f"its result is malformed: {error.detail}", correlation_id=correlation_id),
+            )
             return
         for future in futures:
             if not future.done():

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import msgpack
 
+from carpool.client.options import expiration_ms
 from carpool.client.sinks import Sink
 from carpool.keys import Keys
 from carpool.rows import BODY_TTL_MS
@@ -26,7 +27,7 @@ from carpool.store.connection import Command
 MAX_ENTRY_BYTES: Final = 1024 * 1024
 MAX_ENTRY_REQUESTS: Final = 256
 MAX_ENDED_SEQUENCES: Final = 5000  # in one entry, of which a batcher reads at most 1 MiB
-LARGE_BODY_BYTES: Final = 16 * 1024
+MAX_WITHDRAWN_IDS: Final = 5000  # likewise
 STORED_BYTES_RATIO: Final = 16  # a stored body takes this much less of MAX_ENTRY_BYTES
 INT_BITS_MAX: Final = 64
 
@@ -273,12 +274,17 @@ class OutgoingEntry:
 
     @property
     def _timeout_ms(self) -> int:
-        return 0 if self.timeout_s is None else max(1, int(self.timeout_s * 1000))
+        return 0 if self.timeout_s is None else expiration_ms(self.timeout_s)
 
     def _set_bodies(self, run: OutgoingRun) -> list[Command]:
         keys, ttl_ms = self.channel.keys, self._timeout_ms + BODY_TTL_MS
         bodies = zip(run.body_names, run.rests, strict=True) if run.body_names else ()
         return [("SET", keys.body(name), body, "PX", ttl_ms) for name, body in bodies]
+
+
+def withdraw_command(keys: Keys, correlation_ids: Sequence[str]) -> Command:
+    """The command that withdraws requests, of which no results are wanted: at most MAX_WITHDRAWN_IDS."""
+    return ("XADD", keys.requests, "*", "withdraw", " ".join(correlation_ids))
 
 
 def _check_numbers(fields: Mapping[str, Any]) -> None:

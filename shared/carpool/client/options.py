@@ -35,6 +35,7 @@ DEFAULT_TIMEOUT_S: Final = 30.0
 IN_FLIGHT: Final = 1024
 RETRIES_MAX: Final = 1000
 TIMEOUT_MAX_S: Final = 366 * 24 * 3600
+TIMEOUT_S_MIN: Final = 0.001  # of what is left of a timeout: the request is sent, and fails
 NO_FIELDS: Final[Mapping[str, Any]] = {}
 _INT_MIN: Final = -(1 << 63)
 _INT_MAX: Final = (1 << 64) - 1
@@ -122,6 +123,23 @@ def result_ttl_ms(result_ttl_s: float | None) -> int | None:
         f"result_ttl: {_shown(result_ttl_s)} must be a number of seconds, more than 0 and at most "
         f"{TIMEOUT_MAX_S}"
     )
+
+
+def expiration_ms(timeout_s: float) -> int:
+    """A timeout in milliseconds, as the field `expiration` has it."""
+    return max(1, round(timeout_s * 1000))
+
+
+def left_of(options: RequestOptions, timeout_s: float | None, elapsed_s: float) -> RequestOptions:
+    """The options of a call with this timeout, as they are so long after it began: with what is left of the
+    timeout, and of `not_before`."""
+    left: RequestOptions = {**options}
+    if timeout_s is not None:
+        left["timeout"] = max(TIMEOUT_S_MIN, timeout_s - elapsed_s)
+    not_before_s = seconds(options.get("not_before"))
+    if not_before_s is not None and not_before_s > 0:
+        left["not_before"] = max(0, not_before_s - elapsed_s)
+    return left
 
 
 def checked_timeout_s(timeout_s: float | None) -> float | None:

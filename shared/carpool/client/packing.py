@@ -19,7 +19,6 @@ from carpool.client.awaited import AwaitedRequests
 from carpool.client.cluster import ClusterTransport
 from carpool.client.durability import Durability
 from carpool.client.entries import (
-    LARGE_BODY_BYTES,
     MAX_ENDED_SEQUENCES,
     Channel,
     Encoded,
@@ -41,6 +40,7 @@ from carpool.errors import (
     UnavailableError,
     UnconfirmedError,
 )
+from carpool.rows import LARGE_BODY_BYTES
 
 WRITTEN_TOGETHER_MIN: Final = 64  # requests in full entries that are sent before the others
 # Of a body. At a larger string, a Redis as ops/redis configures it closes the connection, each time anew.

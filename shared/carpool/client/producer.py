@@ -150,6 +150,22 @@ class Producer:
         """Raise UnavailableError unless a worker serves a model now."""
         await self._in_time(self._models.check_served(model), timeout_s)
 
+    async def find_channel(
+        self, model: str, timeout_s: float | None, served: ServedChannels | None = None
+    ) -> tuple[Channel, float]:
+        """The channel of a model that is new to this producer, and for how many seconds it was waited for: 0
+        unless a worker is loading the model. With `served`, a worker must serve it. Raises CarpoolErrors.
+
+        What is asked for begins with the call: see `left_of`.
+        """
+        started_s = time.monotonic()
+        channel = await self.open_channel(model, timeout_s)
+        if served is not None:
+            await self.check_served(model, timeout_s)
+            served.confirm(model)
+        waited_s = time.monotonic() - started_s
+        return channel, waited_s if waited_s > POLL_S else 0.0
+
     async def open_channel(self, model: str, timeout_s: float | None) -> Channel:
         """Look up a model, and read its results from now on. A model that a worker is loading is waited for.
         Raises CarpoolErrors: NotFoundError if there is no such model."""

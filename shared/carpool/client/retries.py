@@ -12,12 +12,11 @@ from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any, Final
 
 from carpool.backoff import with_jitter
-from carpool.client.options import RequestOptions, check_retries, checked_timeout_s, seconds
+from carpool.client.options import RequestOptions, check_retries, checked_timeout_s, left_of
 from carpool.errors import CarpoolError, InternalError, ResourceExhaustedError, UnavailableError
 
 PAUSE_S_MIN: Final = 0.1
 PAUSE_S_MAX: Final = 10.0
-TIMEOUT_S_MIN: Final = 0.001  # of what is left of a timeout: the request is sent, and fails
 # The queue is full, Redis cannot be reached, the model raised. All other statuses would come again.
 _MAY_PASS: Final = (ResourceExhaustedError, UnavailableError, InternalError)
 
@@ -49,18 +48,6 @@ async def with_retries(
                 raise
             await asyncio.sleep(pause_s)
     raise AssertionError("the last attempt returns or raises")
-
-
-def left_of(options: RequestOptions, timeout_s: float | None, elapsed_s: float) -> RequestOptions:
-    """The options of a call with this timeout, as they are so long after it began: with what is left of the
-    timeout, and of `not_before`."""
-    left: RequestOptions = {**options}
-    if timeout_s is not None:
-        left["timeout"] = max(TIMEOUT_S_MIN, timeout_s - elapsed_s)
-    not_before_s = seconds(options.get("not_before"))
-    if not_before_s is not None and not_before_s > 0:
-        left["not_before"] = max(0, not_before_s - elapsed_s)
-    return left
 
 
 async def each_with_retries(

@@ -45,7 +45,7 @@ from carpool.client.sequences import BlockingSequence, SequenceProgress
 from carpool.client.sinks import Reply, ThreadFutureSink, fail_future
 from carpool.client.streams import Stream, StreamTarget
 from carpool.errors import InvalidArgumentError, UnavailableError
-from carpool.store.kept import State
+from carpool.store.kept import RequestStatus
 from carpool.wire.tensors import Array
 
 __all__ = ["AsyncClient", "Client", "Reply", "Stream"]
@@ -121,15 +121,15 @@ class _ThreadClient(AsyncClient):
         if channel is None:
             return False
         if isinstance(target, StreamTarget):
-            self._start_stream(channel, target, body, options)
+            self._sender.start_stream(channel, target, body, options)
             return True
         sink = self._thread_futures
         on_done: Callable[[Future[Any]], None]
         try:
             if sequence is None:
-                on_done = partial(self._on_done, self._add(channel, body, options, sink, target))
+                on_done = partial(self._on_done, self._sender.add(channel, body, options, sink, target))
             else:
-                added = self._add_to_sequence(sequence, body, options, ends, sink, target)
+                added = self._sender.add_to_sequence(sequence, body, options, ends, sink, target)
                 on_done = partial(self._run_on_loop, added)
         except Exception as error:
             submission.fail(error)
@@ -224,6 +224,11 @@ class _ClientThread:
     def close_stream(self, target: StreamTarget) -> None:
         """The reader of a stream wants no more. If the thread has ended, every stream has."""
         self.thread.call(self.client.close_stream, target)
+
+    def calls_s(self, calls: int) -> float | None:
+        """How long so many calls of Redis may take."""
+        timeout_s = self.timeout_s({})
+        return None if timeout_s is None else calls * timeout_s
 
     def close(self) -> None:
         """Disconnect, and end the thread. Requests without a result fail."""
@@ -533,28 +538,25 @@ class Client:
 
     def enqueue(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> str:
         """Send a request whose result any process may read, and return its ID; as AsyncClient.enqueue."""
-        found: str = self._wait(self._start(self._client.enqueue(model, body, **options), self._calls_s(3)))
+        found: str = self._wait(
+            self._start(self._client.enqueue(model, body, **options), self._own.calls_s(3))
+        )
         return found
 
     def result(self, request_id: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
         """The result of a request that was enqueued, by any process; as AsyncClient.result."""
-        reading_s = self._calls_s(3)
+        reading_s = self._own.calls_s(3)
         limit_s = None if timeout is None or reading_s is None else timeout + reading_s
         return self._wait(self._start(self._client.result(request_id, timeout), limit_s))
 
-    def status(self, request_id: str) -> State:
+    def status(self, request_id: str) -> RequestStatus:
         """What became of a request that was enqueued; as AsyncClient.status."""
-        found: State = self._wait(self._start(self._client.status(request_id), self._calls_s(2)))
+        found: RequestStatus = self._wait(self._start(self._client.status(request_id), self._own.calls_s(2)))
         return found
 
     def cancel(self, request_id: str) -> None:
         """Withdraw a request that was enqueued; as AsyncClient.cancel."""
-        self._wait(self._start(self._client.cancel(request_id), self._calls_s(3)))
-
-    def _calls_s(self, calls: int) -> float | None:
-        """How long so many calls of Redis may take."""
-        timeout_s = self._own.timeout_s({})
-        return None if timeout_s is None else calls * timeout_s
+        self._wait(self._start(self._client.cancel(request_id), self._own.calls_s(3)))
 
     def close(self) -> None:
         """Disconnect. Requests without a result fail with UnavailableError."""

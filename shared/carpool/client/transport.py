@@ -29,7 +29,13 @@ from typing import Any, Final, NamedTuple
 
 from carpool.backoff import with_jitter
 from carpool.client.durability import Durability
-from carpool.client.entries import Channel, OutgoingEntry, SequencesEnded
+from carpool.client.entries import (
+    MAX_WITHDRAWN_IDS,
+    Channel,
+    OutgoingEntry,
+    SequencesEnded,
+    withdraw_command,
+)
 from carpool.client.reply_reads import READ_BLOCK_MS, ReplyReads, on_trimmed
 from carpool.errors import (
     CarpoolError,
@@ -43,7 +49,6 @@ from carpool.errors import (
 from carpool.store.async_link import AsyncLink, encoded
 from carpool.store.connection import Argument, Command, CommandError, LinkError
 
-MAX_WITHDRAWN_IDS: Final = 5000  # in one entry, of which a batcher reads at most 1 MiB
 SILENCE_MAX_S: Final = 10.0  # several times READ_BLOCK_MS, after which Redis replies even without results
 SILENCE_CHECK_S: Final = 1.0
 TRIM_ENTRIES: Final = 32
@@ -523,7 +528,7 @@ def _withdraw(channel: Channel) -> Command:
     """An XADD that withdraws the first requests of the channel's list, and removes them from it."""
     ids = channel.withdrawn_ids[:MAX_WITHDRAWN_IDS]
     channel.withdrawn_ids = channel.withdrawn_ids[MAX_WITHDRAWN_IDS:]
-    return ("XADD", channel.keys.requests, "*", "withdraw", " ".join(ids))
+    return withdraw_command(channel.keys, ids)
 
 
 def _not_encodable(what: str, error: Exception) -> InvalidArgumentError:

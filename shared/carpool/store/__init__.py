@@ -18,7 +18,7 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     worker           register, fetch, renew, reclaim, commit
     steps            what a worker of a stepping model does beside that
     bound            what a worker of a bound model does beside that
-    kept             requests that are added once, and whose results are read by name, for producers
+    kept             requests that are added once, and whose results are read by ID, for producers
     results          how a result gets to its producer: what batchers and workers both write
     directory        which models there are, and their state; writes only an operator's overrides of settings
     unregistered     what Redis has of models that nobody registered

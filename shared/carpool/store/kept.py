@@ -1,34 +1,36 @@
-"""Requests that are added once, and whose results can be read by name until they expire.
+"""Requests that are added once, and whose results are read by ID, by any process, until they expire.
 
-The name is the correlation ID, and that of a reply stream of its own. As long as the key `kept` lives, which
-has the record of the request, a request of this name is not added again. The stream is there from when the
+The ID is the correlation ID, and names a reply stream of its own. As long as the key `kept` lives, which has
+the record of the request, a request of this ID is not added again. The stream is there from when the
 request is added until its result expires. So a program that does not know whether its request was accepted,
-because a process died, sends it again and gets the one result; and so does any other that knows the name.
+because a process died, sends it again and gets the one result; and so does any other that knows the ID.
 
 Why: docs/decisions/0092, docs/decisions/0101.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, Literal
 
 from carpool.errors import OK, InvalidArgumentError
 from carpool.keys import Keys
 from carpool.messages.results import Result, state_of
-from carpool.rows import BODY_TTL_MS
+from carpool.rows import BODY_TTL_MS, LARGE_BODY_BYTES
 from carpool.store.connection import Argument, Command, Script
 from carpool.wire.results import check_envelope, decode_results
 
-State = Literal["waiting", "in flight", "done", "failed", "dead", "unknown"]
+Presence = Literal["there", "expired", "unknown"]
+RequestStatus = Literal["waiting", "in flight", "done", "failed", "dead", "unknown"]
 
 KEEP: Final = Script("keep", for_producers=True)  # batchers load it: see `Producer.run`
-STORED_BYTES_MIN: Final = 16 * 1024  # of a body that is stored under a key of its own
 TIMEOUT_S: Final = 3600.0  # of a request for whose result nobody waits, if it has no timeout
 _OWNER_CHARS: Final = 16
 _FINGERPRINT_CHARS: Final = 32
-_STATES: Final[Mapping[bytes, State]] = {
+# Fields that differ when a request is sent again: what is left of a delay, and the span of the call.
+_FIELDS_OF_A_CALL: Final = frozenset({"not_before", "traceparent"})
+_STATUSES: Final[Mapping[bytes, RequestStatus]] = {
     b"waiting": "waiting",
     b"in-flight": "in flight",
     b"done": "done",
@@ -39,7 +41,7 @@ _STATES: Final[Mapping[bytes, State]] = {
 
 def keep_arguments(
     keys: Keys,
-    name: str,
+    correlation_id: str,
     fingerprint: bytes,
     known_ms: int,
     fields: Mapping[str, Argument],
@@ -54,45 +56,49 @@ def keep_arguments(
     `result_ttl_ms`: how long its result is kept; None: as long as its model's. `again_after_result`: one
     whose result has expired is added again, although it is known.
     """
-    names = [keys.requests, keys.kept(name), keys.replies(name)]
-    entry: dict[str, Argument] = {**fields, "correlation_id": name, "reply_to": name}
+    script_keys = [keys.requests, keys.kept(correlation_id), keys.replies(correlation_id)]
+    entry: dict[str, Argument] = {**fields, "correlation_id": correlation_id, "reply_to": correlation_id}
     stored = b""
-    if len(body) < STORED_BYTES_MIN:
+    if len(body) < LARGE_BODY_BYTES:
         entry["body"] = body
     else:
         stored = body
-        names.append(keys.body(name))
-        entry |= {"body_key": name, "body_bytes": len(body)}
+        script_keys.append(keys.body(correlation_id))
+        entry |= {"body_key": correlation_id, "body_bytes": len(body)}
     ttl = "-" if result_ttl_ms is None else result_ttl_ms
     again = "1" if again_after_result else ""
     flat = [part for pair in entry.items() for part in pair]
-    return names, [fingerprint, known_ms, ttl, again, BODY_TTL_MS, stored, *flat]
+    return script_keys, [fingerprint, known_ms, ttl, again, BODY_TTL_MS, stored, *flat]
 
 
 def keep_command(
     keys: Keys,
-    name: str,
+    correlation_id: str,
     fingerprint: bytes,
     known_ms: int,
     fields: Mapping[str, Argument],
     body: bytes,
     result_ttl_ms: int | None = None,
 ) -> Command:
-    """The command that runs KEEP: see `keep_arguments`."""
-    names, args = keep_arguments(keys, name, fingerprint, known_ms, fields, body, result_ttl_ms=result_ttl_ms)
-    return ("EVAL", KEEP.source, len(names), *names, *args)
+    """The command that runs KEEP: see `keep_arguments`. It is for a gateway: with the source, no batcher has
+    to have loaded the script. Other producers run it by its hash (`Producer.run`), and have no permission
+    for EVAL: with that, they could run a script that does not end, and stop Redis."""
+    script_keys, args = keep_arguments(
+        keys, correlation_id, fingerprint, known_ms, fields, body, result_ttl_ms=result_ttl_ms
+    )
+    return ("EVAL", KEEP.source, len(script_keys), *script_keys, *args)
 
 
 def fingerprint_of(content_type: str, fields: Mapping[str, Any], body: bytes) -> bytes:
-    """What tells a request from another one of the same name: its body, and what is asked for it."""
-    asked = repr(sorted(fields.items()))
+    """What tells a request from another one of the same ID: its body, and what is asked for it."""
+    asked = repr(sorted([one for one in fields.items() if one[0] not in _FIELDS_OF_A_CALL]))
     digest = sha256(f"{content_type}\n{asked}\n".encode())
     digest.update(body)
     return digest.hexdigest()[:_FINGERPRINT_CHARS].encode()
 
 
 def owner_prefix(owner: str) -> str:
-    """What the names of all requests of an owner begin with: a gateway shows results to their owner only."""
+    """What the IDs of all requests of an owner begin with: a gateway shows results to their owner only."""
     return f"{sha256(owner.encode()).hexdigest()[:_OWNER_CHARS]}-"
 
 
@@ -101,18 +107,27 @@ def owner_of_tenant(tenant: str) -> str:
     return f"tenant {tenant}"
 
 
+async def presence(call: Callable[[Command], Awaitable[Any]], keys: Keys, correlation_id: str) -> Presence:
+    """Whether a request has a result, or will have one ("there"); had one, which is kept no longer; or is not
+    known (any more). `call` sends a command. One at a time, because permissions are for each."""
+    if await call(("EXISTS", keys.replies(correlation_id))):
+        return "there"
+    return "expired" if await call(("EXISTS", keys.kept(correlation_id))) else "unknown"
+
+
 # --- results ---------------------------------------------------------------------------------------------
 
 
-def read_command(keys: Keys, names: Sequence[str], block_ms: int = 0) -> Command:
-    """The command that reads the results of these names, as far as they are there. With a `block_ms` of 1 or
+def read_command(keys: Keys, correlation_ids: Sequence[str], block_ms: int = 0) -> Command:
+    """The command that reads the results of these IDs, as far as they are there. With a `block_ms` of 1 or
     more it waits so long for the first."""
     block = ("BLOCK", block_ms) if block_ms else ()
-    return ("XREAD", "COUNT", 1, *block, "STREAMS", *map(keys.replies, names), *["0"] * len(names))
+    streams = [keys.replies(one) for one in correlation_ids]
+    return ("XREAD", "COUNT", 1, *block, "STREAMS", *streams, *["0"] * len(streams))
 
 
 def kept_result(reply: Any) -> dict[str, Any] | None:
-    """The envelope in the reply to a `read_command` of one name; None if there was none. Raises
+    """The envelope in the reply to a `read_command` of one ID; None if there was none. Raises
     InvalidArgumentError if it is malformed."""
     return envelope_of(reply[0][1]) if reply else None
 
@@ -128,14 +143,14 @@ def envelope_of(entries: Sequence[Any]) -> dict[str, Any]:
     return envelope  # type: ignore[no-any-return]
 
 
-def state_in_record(record: bytes) -> State:
-    """The state of a request by its record: see `record.lua`."""
+def status_in_record(record: bytes) -> RequestStatus:
+    """The status of a request by its record: see `record.lua`."""
     words = record.split(b" ")
-    return _STATES.get(words[1], "unknown") if len(words) == 3 else "unknown"
+    return _STATUSES.get(words[1], "unknown") if len(words) == 3 else "unknown"
 
 
-def state_in_envelope(envelope: Mapping[str, Any]) -> State:
-    """The state of a request by its result."""
+def status_in_envelope(envelope: Mapping[str, Any]) -> RequestStatus:
+    """The status of a request by its result."""
     status = envelope["status"]
     result = Result("", status, detail=None if status == OK else envelope["detail"])
-    return _STATES[state_of(result).encode()]
+    return _STATUSES[state_of(result).encode()]

@@ -14,6 +14,7 @@ batches           a batch entry, a settled entry, a dead letter
 inbox             the messages to a process of a bound model
 results           the envelopes that carry results
 bodies            the body of a request or a result <-> Python values
+json_rules        what JSON texts must keep to, so that all read the same value
 values            values of other libraries in bodies: converted, or refused by name
 tensors           tensors in bodies
 padding           tensors of several sizes as tensors of one

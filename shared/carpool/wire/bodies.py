@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -24,6 +22,15 @@ import numpy as np
 from carpool.errors import CarpoolError, InternalError, InvalidArgumentError
 from carpool.messages.requests import JSON, MSGPACK, RAW
 from carpool.wire.content_types import ACCEPT, is_value, other_charset
+from carpool.wire.json_rules import (
+    LONE_SURROGATE,
+    MAX_DEPTH,
+    TOO_MANY_DIGITS,
+    UnclearError,
+    finite,
+    has_lone_surrogate,
+    with_unique_names,
+)
 from carpool.wire.tensors import (
     TENSOR_FIELDS,
     Array,
@@ -38,7 +45,6 @@ from carpool.wire.tensors import (
 )
 from carpool.wire.values import NOT_CONTIGUOUS, plain
 
-MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 100_000
 MAX_JSON_ITEMS: Final = 1_000_000
 
@@ -139,6 +145,7 @@ def _decode_json(body: bytes) -> Any:
     decoder = _JSON_DECODER if _is_certainly_finite(body) else _CAREFUL_JSON_DECODER
     try:
         value = decoder.decode(body.decode())
+        is_lone = has_lone_surrogate(body, value)
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} is {body[error.start]:02x} hex"
         raise InvalidArgumentError(
@@ -146,14 +153,14 @@ def _decode_json(body: bytes) -> Any:
         ) from None
     except RecursionError:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None
-    except _UnclearError as error:
+    except UnclearError as error:
         raise InvalidArgumentError(f"body: {error}") from None
     except json.JSONDecodeError as error:
         raise NotJSONError(f"body: not JSON ({error})") from None
     except ValueError:  # of int()
         raise InvalidArgumentError(f"body: {_TOO_MANY_DIGITS}") from None
-    if b"\\" in body and _SURROGATE.search(body) is not None and _has_lone_surrogate(value):
-        raise InvalidArgumentError("body: has a text with a lone surrogate, which UTF-8 cannot encode")
+    if is_lone:
+        raise InvalidArgumentError(f"body: {LONE_SURROGATE}")
     return value
 
 
@@ -171,50 +178,18 @@ def _is_certainly_finite(body: bytes) -> bool:
 _SHAPES_OF_NUMBERS: Final = bytes.maketrans(b"123456789E", b"000000000e")
 _SHORT_BYTES: Final = 200  # so many digits and an exponent of two are 10**299 at most
 _MANY_DIGITS: Final = b"0" * _SHORT_BYTES
-_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def _has_lone_surrogate(value: Any) -> bool:
-    try:
-        _JSON_ENCODER.encode(value).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _reject_constant(name: str) -> Any:
-    raise _UnclearError(f"not JSON ({name} is not a JSON number)")
+    raise UnclearError(f"not JSON ({name} is not a JSON number)")
 
 
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if math.isinf(number):
-        raise _UnclearError(f"the number {digits:.40} is outside the range of FP64")
-    return number
-
-
-def _with_unique_names(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A map, whose names must differ: of two values with one name, nobody knows which is meant."""
-    named = dict(pairs)
-    if len(named) != len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise _UnclearError(f"the name {twice!r:.60} is in a map more than once")
-    return named
-
-
-class _UnclearError(ValueError):
-    """What is written can be read, but not everybody would read the same value."""
-
-
-_TOO_MANY_DIGITS: Final = (
-    f"a whole number has more than {sys.get_int_max_str_digits()} digits: send it as a text"
-)
-
+_TOO_MANY_DIGITS: Final = f"{TOO_MANY_DIGITS}: send it as a text"
 
 # Not json.loads: from bytes it also accepts UTF-16, UTF-8 with surrogates, and NaN, as few other parsers do.
-_JSON_DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_with_unique_names)
+_JSON_DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=with_unique_names)
 _CAREFUL_JSON_DECODER: Final = json.JSONDecoder(  # several times slower for floats
-    parse_constant=_reject_constant, object_pairs_hook=_with_unique_names, parse_float=_finite
+    parse_constant=_reject_constant, object_pairs_hook=with_unique_names, parse_float=finite
 )
 
 
@@ -231,7 +206,7 @@ def _decode_msgpack(body: bytes, strict_names: bool) -> Any:
     def count_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         count(pairs)
         named = dict(pairs)
-        return named if len(named) == len(pairs) else _with_unique_names(pairs)
+        return named if len(named) == len(pairs) else with_unique_names(pairs)
 
     try:
         return msgpack.unpackb(
@@ -239,7 +214,7 @@ def _decode_msgpack(body: bytes, strict_names: bool) -> Any:
         )
     except CarpoolError:
         raise
-    except _UnclearError as error:
+    except UnclearError as error:
         raise InvalidArgumentError(f"body: {error}") from None
     except msgpack.StackError:
         raise InvalidArgumentError(f"body: nested deeper than {MAX_DEPTH}") from None

@@ -1,4 +1,4 @@
--- Records: what became of requests whose results are read by name (see keep.lua). Three words with a space between two:
+-- Records: what became of requests whose results are read by ID (see keep.lua). Three words with a space between two:
 -- the fingerprint of the request, its state, and for how long its result is kept (ms), or '-' if its model decides.
 -- A program may read it to know the state. Whoever may write it is a producer: nothing in it may stop a script.
 -- GRANT batcher,worker kept get set pttl

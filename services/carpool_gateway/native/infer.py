@@ -1,4 +1,4 @@
-"""Requests of Carpool's own HTTP interface: a body in, a body out; and many bodies in one call.
+"""Requests for whose results a connection waits: a body in, a body out; and many bodies in one call.
 
 A request of one body has no task: its exchange is the target of the result, and is answered by the callback
 that reads results. Likewise a client that goes away withdraws its request.
@@ -7,9 +7,8 @@ that reads results. Likewise a client that goes away withdraws its request.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -17,18 +16,18 @@ from typing import Any, Final, NamedTuple
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.envelopes import EnvelopeSink
-from carpool.client.options import read_options, result_ttl_ms
+from carpool.client.options import RequestOptions, left_of, read_options, result_ttl_ms
 from carpool.client.producer import Producer
 from carpool.client.sinks import Envelope, Sink
 from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Result, ResultColumns
 from carpool.store.kept import TIMEOUT_S
-from carpool_gateway.answers import HttpError, failure, http_error_of
+from carpool_gateway.answers import failure, http_error_of
+from carpool_gateway.content_encoding import check_encoding, decompress
 from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.limits import ENCODINGS, Limits, inflate
-from carpool_gateway.native.options import Asked, content_type_of, options_of
+from carpool_gateway.limits import Limits
 from carpool_gateway.native.results import (
     error_line,
     figure_headers,
@@ -37,9 +36,9 @@ from carpool_gateway.native.results import (
     lines_of,
     result_line,
 )
+from carpool_gateway.options import content_type_of, options_of
 
 _LINES_HEADER: Final = b"content-type: application/x-ndjson\r\n"
-_LOOKUP_S_MIN: Final = 0.1  # a look-up that takes longer is a part of the timeout
 
 
 def answer(exchange: Exchange, envelope: Envelope) -> None:
@@ -55,6 +54,18 @@ def answer(exchange: Exchange, envelope: Envelope) -> None:
         warnings = envelope.get("warnings") or ()
         headers += further_headers(envelope.get("first_us"), warnings, envelope.get("version", ""))
     exchange.respond(200, headers, envelope["body"])
+
+
+class Asked(NamedTuple):
+    """What the headers of a request ask for."""
+
+    model: str
+    options: RequestOptions  # of which `timeout_s` and `fields` are made
+    content_type: str
+    timeout_s: float
+    fields: Mapping[str, Any]
+    correlation_id: str | None
+    result_ttl_ms: int | None = None  # how long the result is kept; None: as long as the model's
 
 
 class ExchangeSink(Sink):
@@ -86,13 +97,16 @@ class Inference:
         self._default_timeout_s = default_timeout_s
         self._answers, self._results = ExchangeSink(), EnvelopeSink()
 
-    def accept(self, exchange: Exchange, key: Key, *, is_later: bool = False, is_kept: bool = False) -> Asked:
-        """What is asked for, before the body is read. `is_later`: nobody waits for the result meanwhile;
-        `is_kept`: it is kept, to be read by name. Raises HttpError and CarpoolError."""
+    def read_headers(
+        self, exchange: Exchange, key: Key, *, is_async: bool = False, is_kept: bool = False
+    ) -> Asked:
+        """What is asked for, before the body is read. `is_async`: nobody waits for the result meanwhile;
+        `is_kept`: it is kept, to be read by ID. Raises HttpError and CarpoolError."""
         check_encoding(exchange)
-        options = options_of(exchange.headers)
+        headers = exchange.headers
+        options = options_of(headers)
         key.set_tenant(options)
-        default_s = TIMEOUT_S if is_later else self._default_timeout_s
+        default_s = TIMEOUT_S if is_async else self._default_timeout_s
         if not is_kept and "result_ttl" in options:
             raise InvalidArgumentError(
                 "Carpool-Result-Ttl-Ms: only with Prefer: respond-async or Idempotency-Key; other results "
@@ -100,14 +114,14 @@ class Inference:
             )
         ttl_ms = result_ttl_ms(options.pop("result_ttl", None))
         timeout_s, fields = read_options(options, default_s)
-        if timeout_s is None or (timeout_s > self._limits.timeout_s and not is_later):
+        if timeout_s is None or (timeout_s > self._limits.timeout_s and not is_async):
             raise InvalidArgumentError(
                 f"Carpool-Timeout-Ms: at most {self._limits.timeout_s * 1000:.0f}; for longer, send "
                 "Prefer: respond-async"
             )
-        content_type = content_type_of(exchange.headers.get(b"content-type"))
+        content_type = content_type_of(headers.get(b"content-type"))
         own_id = options.get("correlation_id")
-        return Asked(exchange.model, content_type, timeout_s, fields, own_id, ttl_ms)
+        return Asked(exchange.model, options, content_type, timeout_s, fields, own_id, ttl_ms)
 
     # --- one request ---------------------------------------------------------------------------------------
 
@@ -117,21 +131,20 @@ class Inference:
         channel = self._producer.channels.get(asked.model)
         if channel is None or b"content-encoding" in exchange.headers:
             return self._prepare(asked, exchange)
-        self._send(asked, exchange, channel, asked.timeout_s)
+        self._send(asked, exchange, channel)
         return None
 
     async def _prepare(self, asked: Asked, exchange: Exchange) -> None:
         """Decompress the body, and look the model up; then send."""
         await decompress(exchange, self._limits)
-        channel, timeout_s = await find(self._producer, asked)
+        channel, asked = await find(self._producer, asked)
         if not exchange.is_gone:
-            self._send(asked, exchange, channel, timeout_s)
+            self._send(asked, exchange, channel)
 
-    def _send(self, asked: Asked, exchange: Exchange, channel: Channel, timeout_s: float) -> None:
-        packer, body = self._producer.packer, (asked.content_type, b"", exchange.body)
-        name = packer.add(
-            channel, body, asked.fields, timeout_s, self._answers, exchange, asked.correlation_id
-        )
+    def _send(self, asked: Asked, exchange: Exchange, channel: Channel) -> None:
+        _, _, content_type, timeout_s, fields, own_id, _ = asked
+        packer, body = self._producer.packer, (content_type, b"", exchange.body)
+        name = packer.add(channel, body, fields, timeout_s, self._answers, exchange, own_id)
         exchange.on_gone = partial(packer.withdraw, name)
 
     # --- many requests -------------------------------------------------------------------------------------
@@ -148,7 +161,7 @@ class Inference:
         await decompress(exchange, self._limits)
         lines = lines_of(exchange.body)
         key.count(len(lines), now_s())
-        channel, timeout_s = await find(self._producer, asked)
+        channel, asked = await find(self._producer, asked)
         task = asyncio.current_task()
         assert task is not None
         exchange.on_gone = lambda _: cancel(task)
@@ -160,7 +173,7 @@ class Inference:
         try:
             while True:
                 for line in islice(rest, self._limits.rows - len(sent)):
-                    sent.append(self._send_line(asked, channel, timeout_s, line))
+                    sent.append(self._send_line(asked, channel, line))
                 if not sent:
                     break
                 with suppress(CarpoolError):
@@ -174,12 +187,13 @@ class Inference:
             for name, future in sent:
                 packer.withdraw(name, future)
 
-    def _send_line(self, asked: Asked, channel: Channel, timeout_s: float, line: bytes) -> _Sent:
+    def _send_line(self, asked: Asked, channel: Channel, line: bytes) -> _Sent:
         packer = self._producer.packer
         future: asyncio.Future[Result] = packer.loop.create_future()
         try:
             body = Encoded(JSON, b"", line)
-            return _Sent(packer.add(channel, body, asked.fields, timeout_s, self._results, future), future)
+            name = packer.add(channel, body, asked.fields, asked.timeout_s, self._results, future)
+            return _Sent(name, future)
         except CarpoolError as error:
             future.set_exception(error)
             return _Sent("", future)
@@ -192,19 +206,21 @@ class _Sent(NamedTuple):
     future: asyncio.Future[Result]
 
 
-async def find(producer: Producer, asked: Asked) -> tuple[Channel, float]:
-    """The channel of the model, and what is left of the timeout. Raises CarpoolErrors."""
+async def find(producer: Producer, asked: Asked) -> tuple[Channel, Asked]:
+    """The channel of the model, and what is asked for then: if a worker is loading the model, with what is
+    left of the timeout and of the delay. Raises CarpoolErrors."""
     channel = producer.channels.get(asked.model)
     if channel is not None:
-        return channel, asked.timeout_s
-    started_s = time.monotonic()
+        return channel, asked
     try:
-        channel = await producer.open_channel(asked.model, asked.timeout_s)
+        channel, waited_s = await producer.find_channel(asked.model, asked.timeout_s)
     except NotFoundError:  # whose text names all models
         raise NotFoundError(f"no worker has registered a model {asked.model!r}") from None
-    waited_s = time.monotonic() - started_s
-    left_s = asked.timeout_s - waited_s if waited_s > _LOOKUP_S_MIN else asked.timeout_s
-    return channel, max(left_s, 0.001)
+    if waited_s:
+        timeout_s, fields = read_options(left_of(asked.options, asked.timeout_s, waited_s), asked.timeout_s)
+        assert timeout_s is not None
+        asked = asked._replace(timeout_s=timeout_s, fields=fields)
+    return channel, asked
 
 
 def cancel(task: asyncio.Task[Any]) -> None:
@@ -218,18 +234,3 @@ def _line_of(sent: _Sent) -> bytes:
         return result_line(sent.future.result())
     assert isinstance(error, CarpoolError)
     return error_line(http_error_of(error))
-
-
-def check_encoding(exchange: Exchange) -> None:
-    """Refuse a body that is compressed in another way than those that are known (415)."""
-    encoding = exchange.headers.get(b"content-encoding")
-    if encoding is not None and encoding.lower() not in (*ENCODINGS, b"identity"):
-        raise HttpError(
-            415, "Content-Encoding: gzip, deflate, or none", headers=b"accept-encoding: gzip, deflate\r\n"
-        )
-
-
-async def decompress(exchange: Exchange, limits: Limits) -> None:
-    """Replace a compressed body by what is in it. Raises HttpError."""
-    if exchange.headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        exchange.body = await inflate(exchange.body, limits.body_bytes, exchange.take)

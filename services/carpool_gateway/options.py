@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from carpool.client.options import RequestOptions
 from carpool.errors import InvalidArgumentError
@@ -15,17 +15,6 @@ _PREFIX: Final = b"carpool-"
 _FIELD: Final = b"carpool-field-"
 _FORM: Final = "application/x-www-form-urlencoded"
 STREAM: Final = b"text/event-stream"
-
-
-class Asked(NamedTuple):
-    """What the headers of a request ask for."""
-
-    model: str
-    content_type: str
-    timeout_s: float
-    fields: Mapping[str, Any]
-    correlation_id: str | None
-    result_ttl_ms: int | None = None  # how long the result is kept; None: as long as the model's
 
 
 def _whole(name: str, value: str) -> int:
@@ -132,6 +121,12 @@ def _quality_of(part: str) -> tuple[str, float]:
                 quality = 0.0
     kept = [piece for piece in pieces if piece[:2].lower() != "q="]
     return "; ".join(kept), quality
+
+
+def wants_async(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a client wants an answer before there is a result (`Prefer: respond-async`)."""
+    prefer = headers.get(b"prefer")
+    return prefer is not None and "respond-async" in preferences(prefer)
 
 
 def wants_stream(headers: Mapping[bytes, bytes]) -> bool:

@@ -25,11 +25,11 @@ from carpool.errors import CarpoolError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Chunk
 from carpool_gateway.answers import http_error_of
+from carpool_gateway.content_encoding import decompress
 from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.exchange import Exchange
-from carpool_gateway.inference import cancel, decompress, find
 from carpool_gateway.limits import Limits
-from carpool_gateway.native.options import Asked
+from carpool_gateway.native.infer import Asked, cancel, find
 from carpool_gateway.native.results import error_line
 
 _HEADERS: Final = b"content-type: text/event-stream\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -49,7 +49,7 @@ class Streaming:
         """Send the body; answer with an event for each chunk. Raises CarpoolErrors before the first event."""
         key.count(1, now_s())
         await decompress(exchange, self._limits)
-        channel, timeout_s = await find(self._producer, asked)
+        channel, asked = await find(self._producer, asked)
         task, packer = asyncio.current_task(), self._producer.packer
         assert task is not None
         exchange.on_gone = lambda _: cancel(task)
@@ -58,7 +58,7 @@ class Streaming:
         target = StreamTarget(asyncio.Queue())
         body = Encoded(asked.content_type, b"", exchange.body)
         target.correlation_id = packer.add(
-            channel, body, asked.fields, timeout_s, self._sink, target, asked.correlation_id
+            channel, body, asked.fields, asked.timeout_s, self._sink, target, asked.correlation_id
         )
         async with AsyncStream(target, packer.close_stream, packer.loop) as stream:
             await _write_events(exchange, stream)

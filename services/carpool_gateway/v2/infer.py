@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over HTTP: `/v2`. What its requests and responses are, `oip` knows.
+"""Requests of tensors: tensors in, tensors out.
 
 Each row of a request's batch is a request of the model, and all rows share a packed entry. The response is
 made by the callback that reads the last result: a request has no task, if its model was used lately. If one
@@ -11,25 +11,22 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import metadata
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.options import RequestOptions, read_options
 from carpool.client.producer import Producer
 from carpool.client.sinks import Envelope, Sink
-from carpool.errors import OK, CarpoolError, InternalError, InvalidArgumentError, NotFoundError
+from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
 from carpool.messages.results import ResultColumns
 from carpool.rows import Rows
-from carpool.wire.statistics import ModelStatistics
-from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
+from carpool_gateway.answers import JSON_HEADER
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.compression import COMPRESSED_BYTES_MIN, chosen_coding, compress
+from carpool_gateway.content_encoding import decompress
 from carpool_gateway.credentials import Key, now_s
-from carpool_gateway.exchange import Exchange, Handler
-from carpool_gateway.inference import check_encoding, decompress
+from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import Limits
-from carpool_gateway.native.options import options_of
 from carpool_gateway.oip import documents
 from carpool_gateway.oip.errors import ProtocolError
 from carpool_gateway.oip.models import OfferedModel
@@ -40,24 +37,22 @@ from carpool_gateway.oip.responses import RowResult
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
 _BINARY_HEADERS: Final = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
-_MODELS_READ: Final = 16  # at a time: other clients need connections to Redis, too
 _LARGE_JSON_BYTES: Final = 64 * 1024  # decoding takes 0.4 ms
 _LARGE_TEXTS_BYTES: Final = 256 * 1024  # of BYTES in binary data: with 4 bytes each, decoding takes 9 ms
 _LARGE_COMPRESSED_BYTES: Final = 16 * 1024  # takes 0.2 ms
 _T = TypeVar("_T")
-_Read = TypeVar("_Read")
 _ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """Who asks, and for what in headers."""
 
     key: Key
     options: RequestOptions
 
 
-class OpenInference:
-    """Answers exchanges of this protocol."""
+class TensorInference:
+    """Answers exchanges with the outputs of their rows. `default_timeout_s`: of requests that name none."""
 
     def __init__(
         self,
@@ -66,7 +61,6 @@ class OpenInference:
         catalog: Catalog,
         limits: Limits,
         default_timeout_s: float,
-        server_name: str,
     ) -> None:
         self._producer = producer
         self._catalog = catalog
@@ -76,106 +70,23 @@ class OpenInference:
         self._sink = _RowSink()
         self._pool = ThreadPoolExecutor(1, "large-tensors")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._metadata = documents.server_metadata(server_name, metadata.version("carpool"))
 
-    # --- documents -----------------------------------------------------------------------------------------
-
-    def server_metadata(self, exchange: Exchange) -> None:
-        """What the server is."""
-        exchange.respond(200, JSON_HEADER, self._metadata)
-
-    async def model_metadata(self, exchange: Exchange) -> None:
-        """The inputs and outputs of a model."""
-        model = await self._model(exchange)
-        exchange.respond(200, JSON_HEADER, documents.model_metadata(model))
-
-    async def model_config(self, exchange: Exchange) -> None:
-        """The settings of a model."""
-        model = await self._model(exchange)
-        exchange.respond(200, JSON_HEADER, documents.model_config(model))
-
-    async def model_ready(self, exchange: Exchange) -> None:
-        """Whether a model can be used. Raises HttpError if it cannot."""
-        await self._model(exchange)
-        if not await self._catalog.is_ready(exchange.model):
-            raise HttpError(503, f"no worker serves the model {exchange.model!r} now", headers=RETRY_AFTER)
-        exchange.respond(200, JSON_HEADER, documents.model_ready(exchange.model))
-
-    async def _model(self, exchange: Exchange) -> OfferedModel:
-        model = await self._catalog.model(exchange.model)
-        _check_version(exchange, model)
-        return model
-
-    # --- statistics, and the repository --------------------------------------------------------------------
-
-    async def model_statistics(self, exchange: Exchange) -> None:
-        """What became of the requests of a model."""
-        await self._model(exchange)
-        found = {exchange.model: await self._catalog.statistics(exchange.model)}
-        exchange.respond(200, JSON_HEADER, documents.model_statistics(found))
-
-    def all_statistics(self, exchange: Exchange, key: Key) -> Handler:
-        """The same of all models that the key is for."""
-        return partial(self._answer_all_statistics, key)
-
-    async def _answer_all_statistics(self, key: Key, exchange: Exchange) -> None:
-        found = await self._of_each(key, self._statistics_if_registered)
-        exchange.respond(200, JSON_HEADER, documents.model_statistics(dict(found)))
-
-    def repository_index(self, exchange: Exchange, key: Key) -> Handler:
-        """The states of all models that the key is for. Raises HttpError."""
-        check_encoding(exchange)
-        return partial(self._answer_index, key)
-
-    async def _answer_index(self, key: Key, exchange: Exchange) -> None:
-        await decompress(exchange, self._limits)
-        ready_only = documents.decode_index_request(exchange.body)
-        entries = await self._of_each(key, self._catalog.index_entry)
-        exchange.respond(200, JSON_HEADER, documents.repository_index(entries, ready_only=ready_only))
-
-    async def _of_each(
-        self, key: Key, read: Callable[[str], Coroutine[Any, Any, _Read | None]]
-    ) -> list[_Read]:
-        """What is read of each model, in order; without those of which nothing is."""
-        names = [name for name in await self._producer.models() if key.is_for(name)]
-        found: list[_Read] = []
-        for start in range(0, len(names), _MODELS_READ):
-            together = await asyncio.gather(*map(read, names[start : start + _MODELS_READ]))
-            found += [of_model for of_model in together if of_model is not None]
-        return found
-
-    async def _statistics_if_registered(self, name: str) -> tuple[str, ModelStatistics] | None:
-        try:
-            return name, await self._catalog.statistics(name)
-        except (NotFoundError, InternalError):  # it was removed meanwhile, or what it declares cannot be read
-            return None
-
-    # --- infer ---------------------------------------------------------------------------------------------
-
-    def accept(self, exchange: Exchange, key: Key) -> Handler:
-        """Check what the headers say, before the body is read; return the handler. Raises HttpError and
-        CarpoolErrors."""
-        check_encoding(exchange)
-        # Some clients send headers of their own names; these have the meaning that they have everywhere.
-        options = options_of(exchange.headers, reads_accept=False)
-        key.set_tenant(options)
-        return partial(self._infer, _Asked(key, options))
-
-    def _infer(self, asked: _Asked, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
-        """Send the rows; answer with their outputs."""
+    def infer(self, asked: Asked, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+        """Send the rows; answer with their outputs. Raises HttpError and CarpoolErrors."""
         model = self._catalog.known(exchange.model)
         channel = self._producer.channels.get(exchange.model)
         length = exchange.headers.get(_LENGTH)
         is_plain = b"content-encoding" not in exchange.headers and not _is_large(exchange.body, length)
         if model is None or channel is None or not is_plain:
             return self._prepare(asked, exchange)
-        _check_version(exchange, model)
+        check_version(exchange, model)
         self._send(asked, exchange, channel, *self._preparer.prepare(model, exchange.body, length))
         return None
 
-    async def _prepare(self, asked: _Asked, exchange: Exchange) -> None:
+    async def _prepare(self, asked: Asked, exchange: Exchange) -> None:
         await decompress(exchange, self._limits)
-        model = await self._model(exchange)
+        model = await self._catalog.model(exchange.model)
+        check_version(exchange, model)
         channel = self._producer.channels.get(exchange.model) or await self._open_channel(exchange.model)
         if exchange.is_gone:
             return
@@ -203,7 +114,7 @@ class OpenInference:
 
     def _send(
         self,
-        asked: _Asked,
+        asked: Asked,
         exchange: Exchange,
         channel: Channel,
         prepared: Prepared,
@@ -278,7 +189,7 @@ class OpenInference:
         self._producer.packer.withdraw(name, target)
 
 
-def _check_version(exchange: Exchange, model: OfferedModel) -> None:
+def check_version(exchange: Exchange, model: OfferedModel) -> None:
     """Raise NotFoundError if the path names a version that the model does not have."""
     version = exchange.parameters.get("version")
     if version is not None:
@@ -309,7 +220,7 @@ class _Rows:
         exchange: Exchange,
         prepared: Prepared,
         count: int,
-        owner: OpenInference,
+        owner: TensorInference,
     ) -> None:
         self._exchange = exchange
         self._prepared = prepared
