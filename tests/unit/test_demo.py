@@ -525,5 +525,5 @@ async def test_without_the_packages_the_microphones_are_left_out(
     scenario._screen = Screen(pipe)
     monkeypatch.setattr(listening, "MODELS", ())
     await scenario._listen(cast(AsyncClient, FakeClient()))
-    assert "pip install 'carpool[voice]'" in pipe.getvalue()
+    assert "pip install 'PATH[voice]'" in pipe.getvalue()
     assert scenario.problems == []

@@ -79,7 +79,7 @@ def compare(where: str, found: Iterable[str], expected: Iterable[str]) -> None:
 
 
 def test_commands_in_operating_are_those_of_the_table() -> None:
-    lines = section("docs/operating.md", "## Commands").partition("\n\nRun ")[0].strip("\n").splitlines()
+    lines = section("docs/operating.md", "## Commands").partition("\n\n### ")[0].strip("\n").splitlines()
     expected = listed(indent=4)
     assert lines == expected.splitlines(), (
         f"docs/operating.md, Commands: these lines belong there\n{expected}"

@@ -255,7 +255,7 @@ def test_unknown_operator_is_rejected(tmp_path: Path) -> None:
 
 def test_missing_onnxruntime_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert "pip install 'carpool[onnx]'" in load_error(tmp_path, tiny_onnx.identity(X), RuntimeError)
+    assert "pip install 'PATH[onnx]'" in load_error(tmp_path, tiny_onnx.identity(X), RuntimeError)
 
 
 def test_batch_dimension_fixed_at_one_is_rejected(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ class Scenario:
         screen = self._screen
         screen.title(f"Is somebody speaking? {listening.MICROPHONES} microphones, each a sequence of frames")
         if not listening.MODELS:
-            screen.print(f"  Left out: install the packages with pip install 'carpool[{listening.EXTRA}]'")
+            screen.print(f"  Left out: install the packages with pip install 'PATH[{listening.EXTRA}]'")
             return
         sent = listening.microphones()
         direct_model = VoiceActivity()

