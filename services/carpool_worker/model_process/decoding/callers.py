@@ -50,6 +50,11 @@ class Caller(ABC):
         """What the model's `encode` returns. Raises as `decode` does."""
 
     @abstractmethod
+    def interrupt(self, reason: str) -> None:
+        """End what is called now, whose result nobody wants. For another thread. Raises Unhealthy if this
+        process has to end for that."""
+
+    @abstractmethod
     def close(self) -> None:
         """Nothing more is called."""
 
@@ -74,6 +79,9 @@ class ThreadCaller(Caller):
     def encode(self, value: Any, request: Sequence[Any] | None) -> Any:
         return called(self._beside, "encode", value, _info(request))
 
+    def interrupt(self, reason: str) -> None:
+        raise Unhealthy(reason)  # a thread cannot be ended
+
     def close(self) -> None:
         return None
 
@@ -96,6 +104,7 @@ class ProcessCaller(Caller):
         """Starts the process. Raises DecoderLoadError."""
         self._process = DecoderProcess(location, worker, configuration)
         self._log = structlog.get_logger()
+        self._is_interrupted = False
         self._process.start()
 
     def decode(self, body: Body, request: Sequence[Any] | None, keep: Keep | None) -> Any:
@@ -109,6 +118,7 @@ class ProcessCaller(Caller):
 
     def _call(self, hook: str, put: Any, request: Sequence[Any] | None) -> Any:
         cause = ""
+        self._is_interrupted = False
         for _ in range(DEATHS_MAX):
             if not self._process.alive:  # it ended while it had nothing to do
                 self._replace(hook, "while idle")
@@ -116,6 +126,8 @@ class ProcessCaller(Caller):
                 return self._process.call(hook, put, request)
             except ProcessGoneError:
                 cause = self._replace(hook, f"in {hook} of one request")
+                if self._is_interrupted:
+                    raise GivenUpError(cause) from None
         raise GivenUpError(f"its decoder process died {DEATHS_MAX} times in {hook}; the last time: {cause}")
 
     def _replace(self, hook: str, when: str) -> str:
@@ -127,6 +139,10 @@ class ProcessCaller(Caller):
         except DecoderLoadError as error:
             raise Unhealthy(f"a decoder process cannot be started again: {error}") from None
         return cause
+
+    def interrupt(self, reason: str) -> None:
+        self._is_interrupted = True
+        self._process.kill(reason)
 
     def close(self) -> None:
         self._process.close()

@@ -80,6 +80,7 @@ class DecodingLoop:
         self._ready: queue.SimpleQueue[_Work | BaseException] = queue.SimpleQueue()
         self._again: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         self._finishing: queue.SimpleQueue[Executed | None] = queue.SimpleQueue()
+        self._abandoned: list[Decoding] = []  # executed, while late bodies of them were still decoded
         self._threads = [threading.Thread(target=self._take_in, name="intake", daemon=True)]
         if self._encodes:
             self._threads.append(threading.Thread(target=self._finish, name="finisher", daemon=True))
@@ -107,6 +108,8 @@ class DecodingLoop:
             executed = _run(self._model, frame, items, states, self._raised.observe)
         else:
             executed = run_decoded(self._model, decoding, states, self._pool, self._raised)
+            if decoding.is_running:
+                self._abandoned.append(decoding)
         executed = executed._replace(errors=self._raised.take())
         if self._encodes:
             self._finishing.put(executed._replace(outcome=_kept(executed.outcome)))
@@ -126,9 +129,17 @@ class DecodingLoop:
                     self._again.put(payload)
                 else:
                     last = frame.number
+                    self._end_overdue()
                     self._ready.put(begin(self._model, frame, payload, self._pool))
         except BaseException as error:  # the main thread raises it
             self._ready.put(error)
+
+    def _end_overdue(self) -> None:
+        """Before a frame takes a place in the pool: see Decoding.end_overdue. Raises Unhealthy."""
+        for decoding in tuple(self._abandoned):
+            decoding.end_overdue()
+            if not decoding.is_running:
+                self._abandoned.remove(decoding)
 
     def _sent_again(self, frame: FrameHeader, states: States | None) -> Buffer:
         """The payload of a frame whose outcome was not sent yet, once more, without states."""
