@@ -82,8 +82,10 @@ class InProcesses(InThreads):
 
 
 class LateInThreads:
-    """Answers with the sizes to which zeros are padded; waits for a file that a body names. The bucket for more
-    than four is larger than any memory."""
+    """Answers with the sizes to which zeros are padded; waits for a file that a body names.
+
+    The bucket for more than four is larger than any memory.
+    """
 
     max_batch_size = 8
     max_execution_ms = 1000
