@@ -42,6 +42,7 @@ from carpool_batcher.core.scheduler import Scheduler, earlier
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution, Frame
 from carpool_worker.model_process.bound_executor import BoundExecutor
+from carpool_worker.model_process.decoding.loop import execute_alone
 from carpool_worker.model_process.frame_execution import execute_bound_frame, execute_frame
 from carpool_worker.model_process.frames import OutcomeHeader
 from carpool_worker.model_process.loaded import BoundModel, LoadedModel, SteppingModel, description_of
@@ -314,6 +315,8 @@ class BatchEngine(Engine):
         sent = partial(bytearray().join, frame.payload)
         if self._bound is not None:
             return execute_bound_frame(self._bound, frame.header, sent())
+        if self._model.beside is not None:
+            return execute_alone(self._model, frame.header, sent(), show)
         return execute_frame(self._model, frame.header, sent(), sent, show)
 
     def _take_outcome(self, execution: Execution, frame: Frame, outcome: Executed) -> None:
