@@ -170,7 +170,11 @@ class EnqueuedRequests:
         return self._reader.value(envelope)
 
     async def _read(self, keys: Keys, name: str) -> Envelope | None:
-        return kept_result(await self._producer.call(*read_command(keys, [name]), key=keys.requests))
+        reply = await self._producer.call(*read_command(keys, [name]), key=keys.requests)
+        try:
+            return kept_result(reply)
+        except InvalidArgumentError as error:
+            raise _malformed(name, error) from None
 
     def _of_model(self, keys: Keys) -> _AwaitedResults:
         awaited = self._awaited.get(keys.model)
@@ -306,7 +310,7 @@ class _AwaitedResults:
         try:
             envelope = envelope_of(entries)
         except InvalidArgumentError as error:
-            _fail_all(futures, InternalError(f"its result is malformed: {error.detail}", correlation_id=name))
+            _fail_all(futures, _malformed(name, error))
             return
         for future in futures:
             if not future.done():
@@ -322,6 +326,10 @@ def _fail_all(futures: Sequence[asyncio.Future[Envelope]], error: CarpoolError) 
     for future in futures:
         if not future.done():
             future.set_exception(error)
+
+
+def _malformed(name: str, error: InvalidArgumentError) -> InternalError:
+    return InternalError(f"its result is malformed: {error.detail}", correlation_id=name)
 
 
 def _wake(sleeper: asyncio.Future[None]) -> None:

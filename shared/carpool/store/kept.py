@@ -123,9 +123,11 @@ def envelope_of(entries: Sequence[Any]) -> dict[str, Any]:
     found = dict(zip(flat[::2], flat[1::2], strict=True))
     if b"results" not in found:
         raise InvalidArgumentError("results: missing")
-    (envelope,) = decode_results(found[b"results"])
-    check_envelope(envelope)
-    return envelope  # type: ignore[no-any-return]
+    envelopes = decode_results(found[b"results"])
+    if len(envelopes) != 1:
+        raise InvalidArgumentError(f"results: {len(envelopes)} envelopes, where the one of this request is")
+    check_envelope(envelopes[0])
+    return envelopes[0]  # type: ignore[no-any-return]
 
 
 def state_in_record(record: bytes) -> State:
