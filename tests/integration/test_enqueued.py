@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -220,14 +219,12 @@ def test_a_malformed_result_is_an_error_of_its_own_request(shared: Stack, fields
         async with AsyncClient(shared.url) as client:
             name = "x".join(map(str, [*fields, *map(len, fields.values())]))
             good = await client.enqueue("Echo", 1, timeout=30)
-            bad = await client.enqueue(
-                "Echo", 2, timeout=30, not_before=time.time() + 600, correlation_id=name
-            )
+            bad = await client.enqueue("Echo", 2, timeout=3600, not_before=600, correlation_id=name)
             waiting = asyncio.create_task(client.result(bad, timeout=30))
             assert await client.result(good, timeout=30) == 1
             shared.redis.xadd(replies_of(bad), fields)
             found = await asyncio.gather(waiting, return_exceptions=True)
-            return found + await asyncio.gather(client.result(bad), return_exceptions=True)
+            return [*found, *await asyncio.gather(client.result(bad), return_exceptions=True)]
 
     for error in asyncio.run(main()):
         assert isinstance(error, InternalError)

@@ -171,10 +171,7 @@ class EnqueuedRequests:
 
     async def _read(self, keys: Keys, name: str) -> Envelope | None:
         reply = await self._producer.call(*read_command(keys, [name]), key=keys.requests)
-        try:
-            return kept_result(reply)
-        except InvalidArgumentError as error:
-            raise _malformed(name, error) from None
+        return kept_result(reply, name)
 
     def _of_model(self, keys: Keys) -> _AwaitedResults:
         awaited = self._awaited.get(keys.model)
@@ -308,9 +305,9 @@ class _AwaitedResults:
     def _resolve(self, name: str, entries: list[Any]) -> None:
         futures = self._futures.pop(name, ())
         try:
-            envelope = envelope_of(entries)
-        except InvalidArgumentError as error:
-            _fail_all(futures, _malformed(name, error))
+            envelope = envelope_of(entries, name)
+        except InternalError as error:
+            _fail_all(futures, error)
             return
         for future in futures:
             if not future.done():
@@ -326,10 +323,6 @@ def _fail_all(futures: Sequence[asyncio.Future[Envelope]], error: CarpoolError) 
     for future in futures:
         if not future.done():
             future.set_exception(error)
-
-
-def _malformed(name: str, error: InvalidArgumentError) -> InternalError:
-    return InternalError(f"its result is malformed: {error.detail}", correlation_id=name)
 
 
 def _wake(sleeper: asyncio.Future[None]) -> None:

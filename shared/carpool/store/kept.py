@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, Literal
 
-from carpool.errors import OK, InvalidArgumentError
+from carpool.errors import OK, InternalError, InvalidArgumentError
 from carpool.keys import Keys
 from carpool.messages.results import Result, state_of
 from carpool.rows import BODY_TTL_MS
@@ -111,14 +111,22 @@ def read_command(keys: Keys, names: Sequence[str], block_ms: int = 0) -> Command
     return ("XREAD", "COUNT", 1, *block, "STREAMS", *map(keys.replies, names), *["0"] * len(names))
 
 
-def kept_result(reply: Any) -> dict[str, Any] | None:
-    """The envelope in the reply to a `read_command` of one name; None if there was none. Raises
-    InvalidArgumentError if it is malformed."""
-    return envelope_of(reply[0][1]) if reply else None
+def kept_result(reply: Any, name: str) -> dict[str, Any] | None:
+    """The envelope in the reply to a `read_command` of this name only; None if there was none. Raises
+    InternalError if it is malformed."""
+    return envelope_of(reply[0][1], name) if reply else None
 
 
-def envelope_of(entries: Sequence[Any]) -> dict[str, Any]:
-    """The envelope in the entries of a reply stream that is for one result. Raises InvalidArgumentError."""
+def envelope_of(entries: Sequence[Any], name: str) -> dict[str, Any]:
+    """The envelope in the entries of a reply stream that is for one result. Raises InternalError if it is
+    malformed, which is no fault of who asks."""
+    try:
+        return _only_envelope(entries)
+    except InvalidArgumentError as error:
+        raise InternalError(f"its result is malformed: {error.detail}", correlation_id=name) from None
+
+
+def _only_envelope(entries: Sequence[Any]) -> dict[str, Any]:
     flat = entries[0][1]
     found = dict(zip(flat[::2], flat[1::2], strict=True))
     if b"results" not in found:
