@@ -189,6 +189,8 @@ class Beside:
 
     def decode(self, body: Any) -> Any:
         assert self.is_loaded
+        if body == "object":
+            return {"ones": object()}  # which a process cannot send
         return np.ones(body, np.int64)
 
     def predict(self, batch: dict[str, Any]) -> list[Any]:
@@ -202,6 +204,8 @@ def test_bodies_are_decoded_and_results_encoded_by_the_model() -> None:
     with LocalClient({"beside": Beside}) as client:
         futures = [client.submit("beside", body) for body in (1, "none", 3)]
         assert isinstance(futures[1].exception(), InvalidArgumentError)
+        with pytest.raises(InvalidArgumentError, match="what decode returned cannot be sent"):
+            client.infer("beside", "object")
         assert [futures[at].result() for at in (0, 2)] == [
             {"shape": [2, 4], "sum": size, "length": size} for size in (1, 3)
         ]

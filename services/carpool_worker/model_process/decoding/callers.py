@@ -11,7 +11,13 @@ import structlog
 
 from carpool.errors import Unhealthy
 from carpool.parts import Buffer
-from carpool_worker.model_process.decoding.exchange import read, write, write_packed
+from carpool_worker.model_process.decoding.exchange import (
+    SharedMemory,
+    read,
+    write,
+    write_packed,
+    write_returned,
+)
 from carpool_worker.model_process.decoding.process import DecoderLoadError, DecoderProcess
 from carpool_worker.model_process.frames import ProcessGoneError
 from carpool_worker.model_process.loaded import Beside, RequestInfo
@@ -84,6 +90,28 @@ class ThreadCaller(Caller):
 
     def close(self) -> None:
         return None
+
+
+class ExchangingCaller(ThreadCaller):
+    """The same, and what they get and return is passed on as between processes: for trying a model out."""
+
+    def __init__(self, beside: Beside) -> None:
+        super().__init__(beside)
+        self._memory = SharedMemory.create()
+
+    def decode(self, body: Body, request: Sequence[Any] | None, keep: Keep | None) -> Any:
+        value = self._passed_on("decode", super().decode(body, request, None))
+        return value if keep is None else keep(value)
+
+    def encode(self, value: Any, request: Sequence[Any] | None) -> Any:
+        given = read(self._memory, write(self._memory, value), copy=True)
+        return self._passed_on("encode", super().encode(given, request))
+
+    def _passed_on(self, hook: str, value: Any) -> Any:
+        return read(self._memory, write_returned(self._memory, hook, value), copy=True)
+
+    def close(self) -> None:
+        self._memory.close()
 
 
 def _info(request: Sequence[Any] | None) -> RequestInfo | None:

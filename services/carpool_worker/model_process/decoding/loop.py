@@ -21,7 +21,7 @@ import numpy as np
 from carpool.errors import ABORTED, INTERNAL, CarpoolError
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.decoding.callers import Caller, GivenUpError, ThreadCaller
+from carpool_worker.model_process.decoding.callers import Caller, ExchangingCaller, GivenUpError, ThreadCaller
 from carpool_worker.model_process.decoding.pool import Inline, Jobs, Pool
 from carpool_worker.model_process.decoding.process import HookRaisedError
 from carpool_worker.model_process.decoding.work import Bodies, DecodedItems, Decoding, Observed
@@ -170,8 +170,17 @@ def execute_alone(
     """Execute a frame in this thread, without a pool. `observe` is told what the model raises. Raises
     Unhealthy."""
     assert model.beside is not None
-    raised = _Observing(observe)
-    jobs = Inline(ThreadCaller(model.beside))
+    caller = (ExchangingCaller if model.beside.in_processes else ThreadCaller)(model.beside)
+    try:
+        return _execute_inline(model, frame, payload, _Observing(observe), Inline(caller))
+    finally:
+        caller.close()
+
+
+def _execute_inline(
+    model: LoadedModel, frame: FrameHeader, payload: Buffer, raised: RaisedLog, jobs: Jobs
+) -> tuple[OutcomeHeader, list[Buffer]]:
+    assert model.beside is not None
     frame, payload, states, decoding = begin(model, frame, payload, jobs)
     if decoding is None:
         sent = bytes(payload)
