@@ -134,6 +134,7 @@ class Decoding:
         self._changed = threading.Condition()
         self._is_ready = not self._open
         self._broken: BaseException | None = None
+        self.again: list[Decoding] = []  # of the same frame, whose late bodies were still decoded
         self._running: dict[int, tuple[Caller, int]] = {}  # by request, who decodes it, and since when (ns)
         self._began_ns = self._ended_ns = time.monotonic_ns()
 
@@ -188,7 +189,7 @@ class Decoding:
     @property
     def is_running(self) -> bool:
         """Whether a body is being decoded. After `wait` these are late: nobody waits for them."""
-        return bool(self._running)
+        return bool(self._running) or any(again.is_running for again in self.again)
 
     def end_overdue(self) -> None:
         """After `wait`: end what has decoded a late body for longer than `max_execution_ms`. It may hang, and
@@ -196,6 +197,8 @@ class Decoding:
         limit_ms = self.frame.max_execution_ms
         if limit_ms is None:
             return
+        for again in self.again:
+            again.end_overdue()
         with self._changed:  # so that none of them begins another body meanwhile
             for index, (caller, since_ns) in [*self._running.items()]:
                 if time.monotonic_ns() - since_ns > limit_ms * 1_000_000:
@@ -513,6 +516,8 @@ class DecodedItems:
         again = Decoding(first.model, first.frame, first.bodies, indexes, first.costs)
         again.start(self._jobs)
         batch = again.wait()
+        if again.is_running:
+            first.again.append(again)
         for status, detail in again.rejected.values():
             raise error_for(status, detail)
         return batch
