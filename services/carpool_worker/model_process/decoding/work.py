@@ -188,7 +188,7 @@ class Decoding:
 
     @property
     def is_running(self) -> bool:
-        """Whether a body is being decoded. After `wait` these are late: nobody waits for them."""
+        """Whether a body is being decoded that `end_overdue` may end. After `wait` nobody waits for it."""
         return bool(self._running) or any(again.is_running for again in self.again)
 
     def end_overdue(self) -> None:
@@ -212,14 +212,17 @@ class Decoding:
     def _decode(self, index: int, caller: Caller) -> None:
         if index not in self._open:
             return
-        self._running[index] = caller, time.monotonic_ns()
+        is_limited = self.frame.max_execution_ms is not None
+        if is_limited:
+            self._running[index] = caller, time.monotonic_ns()
         try:
             self._decode_and_take(index, caller)
         except BaseException as error:  # unforeseen
             self._break(error)
         finally:
-            with self._changed:
-                self._running.pop(index, None)
+            if is_limited:
+                with self._changed:
+                    self._running.pop(index, None)
 
     def _decode_and_take(self, index: int, caller: Caller) -> None:
         failure = observed = None
