@@ -339,6 +339,7 @@ class Codec:
             fields,
             _deadlines(execution, positions),
             execution.batch.max_result_bytes,
+            max_execution_ms=execution.batch.max_execution_ms,
         )
         if self._pads:
             header = header._replace(sizes=_by_input([execution.sizes[position] for position in positions]))

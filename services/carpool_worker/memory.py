@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+LOOK_FOR_CHILDREN_S: Final = 1.0
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _MEMORY: Final = "/proc/meminfo"
 _CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -28,6 +30,38 @@ def resident_bytes(pid: int | None) -> int | None:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError, ValueError):
         return None
+
+
+class FamilyMemory:
+    """What processes take together with those that they started, such as decoder processes. For one thread.
+
+    It looks for these once a second: a process may have many threads, and each has its own list of them.
+    """
+
+    def __init__(self) -> None:
+        self._pid: int | None = None
+        self._children: list[int] = []
+        self._look_at_s = 0.0
+
+    def resident_bytes(self, pid: int | None) -> int | None:
+        """The resident memory of a process and of its children; what they share counts for each."""
+        own_bytes = resident_bytes(pid)
+        if own_bytes is None:
+            return None
+        now_s = time.monotonic()
+        if pid != self._pid or now_s >= self._look_at_s:
+            self._pid, self._look_at_s = pid, now_s + LOOK_FOR_CHILDREN_S
+            self._children = _children(pid)
+        return own_bytes + sum(resident_bytes(child) or 0 for child in self._children)
+
+
+def _children(pid: int | None) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # this thread has ended
+                found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def available_bytes() -> int | None:

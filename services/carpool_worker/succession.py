@@ -82,6 +82,7 @@ class Succession:
         self._limits = _NO_LIMITS
         self._is_limited = False
         self._process = process
+        self._memory = memory.FamilyMemory()
         self._on_replaced = on_replaced
         self._successor: ProcessHandle | None = None  # which loads the model, or has
         self._is_full = False  # it takes as much memory as it may
@@ -160,10 +161,10 @@ class Succession:
     def _begin_if_due(self, name: str) -> None:
         resident_bytes = None
         if self._loaded_bytes is None:
-            self._loaded_bytes = memory.resident_bytes(self._process.pid) or 0
+            self._loaded_bytes = self._memory.resident_bytes(self._process.pid) or 0
             self._warn_of_limit(name)
         if self._is_look_due():
-            resident_bytes = memory.resident_bytes(self._process.pid)
+            resident_bytes = self._memory.resident_bytes(self._process.pid)
         reason = why_too_old(self.limits, self._requests, resident_bytes, self._loaded_bytes)
         if reason is not None and time.monotonic() >= self._paused_until_s:
             self._begin_if_in_turn(name, reason)
@@ -191,7 +192,7 @@ class Succession:
         if not self.turn.acquire(blocking=False):
             return
         self._has_turn, self._reason = True, reason
-        resident = memory.resident_bytes(self._process.pid)
+        resident = self._memory.resident_bytes(self._process.pid)
         device = self._process.device
         use = None if device == "cpu" else memory.gpu_use(self._process.pid)
         self._leaves_first = not has_space_beside(device, resident, memory.available_bytes(), use)
@@ -248,7 +249,7 @@ class Succession:
         if (
             limit_bytes is not None and not self._leaves_first
         ):  # at each turn of the loop: it is near the limit
-            self._is_full = (memory.resident_bytes(self._process.pid) or 0) >= limit_bytes
+            self._is_full = (self._memory.resident_bytes(self._process.pid) or 0) >= limit_bytes
 
     def _has_loaded(self, successor: ProcessHandle, name: str) -> bool:
         try:
@@ -266,7 +267,7 @@ class Succession:
             self._paused_until_s = time.monotonic() + PAUSE_S
             self._abandon()
             return False
-        self._successor_bytes = memory.resident_bytes(successor.pid)
+        self._successor_bytes = self._memory.resident_bytes(successor.pid)
         return True
 
     def _leave_first(self, is_idle: Callable[[], bool]) -> bool:

@@ -54,7 +54,7 @@ from carpool_worker.devices import threads_of
 from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
 from carpool_worker.loading import LoadingNotice
 from carpool_worker.member import Member
-from carpool_worker.memory import gpu_use, resident_bytes
+from carpool_worker.memory import FamilyMemory, gpu_use
 from carpool_worker.meter import MemoryGauges, WorkerMetrics
 from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.frames import Ready
@@ -332,7 +332,8 @@ class Worker:
             use = gpu_use(process.pid)
             return 0 if use is None else use.used_bytes
 
-        return MemoryGauges(lambda: resident_bytes(process.pid) or 0, on_gpus)
+        # A new one each time: a scrape of the metrics asks in another thread than the heartbeat.
+        return MemoryGauges(lambda: FamilyMemory().resident_bytes(process.pid) or 0, on_gpus)
 
     def _slots(self) -> int:
         return sum(replica.slots for replica in self._replicas)

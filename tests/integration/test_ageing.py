@@ -113,6 +113,13 @@ def test_a_leaking_model_stays_under_its_limit(stack: Stack, client: Client) -> 
     assert not worker.events("model process died")
 
 
+def test_memory_of_decoder_processes_counts(stack: Stack, client: Client) -> None:
+    stack.worker("ageing.py:LeakingDecoder")
+    pids = client.map("LeakingDecoder", range(REQUESTS_MAX), in_flight=4)
+    first = next(pids)
+    assert any(pid != first for pid in pids)
+
+
 def test_slots_of_a_stepping_model_run_out_before_its_process_is_replaced(
     stack: Stack, client: Client
 ) -> None:

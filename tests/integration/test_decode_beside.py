@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -101,6 +102,43 @@ def test_a_deadline_passes_while_a_body_is_decoded(stack: Stack, tmp_path: Path)
     assert [answer(stack, model, f"in-time{number}")["square"] for number in range(3)] == [0, 1, 4]
     assert not never.exists()
     never.touch()  # ends the thread's wait
+
+
+@pytest.mark.parametrize("name", ["LateInThreads", "LateInProcesses"])
+def test_decoding_that_hangs_beyond_its_deadline_does_not_keep_its_place(
+    stack: Stack, tmp_path: Path, name: str
+) -> None:
+    """All threads of the pool hang, for requests that nobody waits for, so that no batch takes too long."""
+    model = stack.serve(f"beside.py:{name}")
+    worker = stack.served_by(model)
+    process = worker.children()
+    hanging = {f"{name}{number}": str(tmp_path / "never") for number in range(2)}
+    late = results_of(stack, model, hanging, expiration=200)
+    assert {status for status, _ in late.values()} == {"DEADLINE_EXCEEDED"}
+    numbers = itertools.count()
+
+    def is_executed() -> bool:
+        correlation_id = f"{name}-after{next(numbers)}"
+        return bool(results_of(stack, model, {correlation_id: 3}, expiration=400)[correlation_id] == 4)
+
+    wait_until(is_executed, description="a body is decoded in the place of those that hang")
+    reason = "decode of a late request took longer than max_execution_ms, 1000 ms"
+    if name == "LateInThreads":
+        assert [event["how"] for event in worker.events("model process died")] == [f"unhealthy, {reason}"]
+    else:
+        assert {event["how"] for event in worker.events(DIED)} == {reason}
+        assert len(worker.events(DIED)) <= 2
+        assert worker.children() == process
+
+
+def test_a_padded_batch_that_needs_too_much_memory_fails_alone(stack: Stack) -> None:
+    model = stack.serve("beside.py:LateInProcesses")
+    results = results_of(stack, model, {"small0": 1, "vast0": 5, "small1": 2, "vast1": 6})
+    vast = (
+        "RESOURCE_EXHAUSTED",
+        f"the model process has not enough memory for 'zeros' of shape [{10**15}]",
+    )
+    assert results == {"small0": 4, "vast0": vast, "small1": 4, "vast1": vast}
 
 
 @pytest.mark.parametrize("command", ["die", "segfault"])

@@ -212,6 +212,26 @@ def test_another_request_under_the_same_id_is_refused(client: Client) -> None:
     assert client.result(request_id, 30) == 1
 
 
+@pytest.mark.parametrize("fields", [{"a": "b"}, {"results": b"\x92\x80\x80"}, {"results": b"\x91\x80"}])
+def test_a_malformed_result_is_an_error_of_its_own_request(shared: Stack, fields: dict[str, Any]) -> None:
+    """Whether it is there when somebody asks for it, or comes while he waits."""
+
+    async def main() -> list[Any]:
+        async with AsyncClient(shared.url) as client:
+            name = "x".join(map(str, [*fields, *map(len, fields.values())]))
+            good = await client.enqueue("Echo", 1, timeout=30)
+            bad = await client.enqueue("Echo", 2, timeout=3600, not_before=600, correlation_id=name)
+            waiting = asyncio.create_task(client.result(bad, timeout=30))
+            assert await client.result(good, timeout=30) == 1
+            shared.redis.xadd(replies_of(bad), fields)
+            found = await asyncio.gather(waiting, return_exceptions=True)
+            return [*found, *await asyncio.gather(client.result(bad), return_exceptions=True)]
+
+    for error in asyncio.run(main()):
+        assert isinstance(error, InternalError)
+        assert "its result is malformed: " in error.detail
+
+
 def test_it_is_executed_again_once_its_result_is_kept_no_longer(client: Client, shared: Stack) -> None:
     request_id = client.enqueue("Numbering", 0, correlation_id="nightly")
     first = client.result(request_id, 30)

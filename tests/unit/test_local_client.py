@@ -176,6 +176,43 @@ def test_requests_of_one_shape_share_a_call_and_rows_stay_an_array() -> None:
         assert rows.shape == (20, 2) and rows.dtype == np.float32
 
 
+class Beside:
+    """Decodes numbers to ones, of so many, which are padded; encodes their sum."""
+
+    max_batch_size = SIZE_MAX
+    decode_in = "processes"
+    decode_workers = 2
+    decoded = (TensorSpec("ones", "INT64", (-1,), buckets=[4], lengths="lengths"),)
+
+    def load_decoder(self) -> None:
+        self.is_loaded = True
+
+    def decode(self, body: Any) -> Any:
+        assert self.is_loaded
+        if body == "object":
+            return {"ones": object()}  # which a process cannot send
+        return np.ones(body, np.int64)
+
+    def predict(self, batch: dict[str, Any]) -> list[Any]:
+        return [(batch["ones"].shape, int(row.sum()), int(n)) for row, n in zip(*batch.values(), strict=True)]
+
+    def encode(self, result: Any) -> Any:
+        return {"shape": list(result[0]), "sum": result[1], "length": result[2]}
+
+
+def test_bodies_are_decoded_and_results_encoded_by_the_model() -> None:
+    with LocalClient({"beside": Beside}) as client:
+        futures = [client.submit("beside", body) for body in (1, "none", 3)]
+        assert isinstance(futures[1].exception(), InvalidArgumentError)
+        with pytest.raises(InvalidArgumentError, match="what decode returned cannot be sent"):
+            client.infer("beside", "object")
+        assert [futures[at].result() for at in (0, 2)] == [
+            {"shape": [2, 4], "sum": size, "length": size} for size in (1, 3)
+        ]
+        with pytest.raises(InvalidArgumentError, match="at most 4, its largest bucket"):
+            client.infer("beside", 5)
+
+
 @pytest.mark.parametrize("body", ["x" * 30_000, b"bytes", {"a": [1, None]}, np.arange(6.0).reshape(2, 3)])
 def test_bodies_are_encoded_and_decoded(body: Any) -> None:
     with LocalClient({"echo": lambda batch: batch}) as client:

@@ -117,6 +117,7 @@ class FrameHeader(NamedTuple):
     requests, in order, have the same cost from their producers; empty if all have 1. Both only for a model
     that tells the cost of a body.
     `callers`: of each request what the requests to other models inherit, only for a model that asks for it.
+    `max_execution_ms`: after which time a body whose deadline has passed is not decoded any more.
     """
 
     first: int
@@ -129,6 +130,7 @@ class FrameHeader(NamedTuple):
     cost_max: int | None = None
     costs: Sequence[tuple[int, int]] = ()
     callers: Sequence[CallerFields] = ()
+    max_execution_ms: int | None = None
     redis_ahead_us: int = 0  # set when the frame is sent
     number: int = 0  # set when the frame is sent, and returned with its outcome
 

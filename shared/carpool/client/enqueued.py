@@ -178,9 +178,8 @@ class EnqueuedRequests:
         return self._reader.value(envelope)
 
     async def _read(self, keys: Keys, correlation_id: str) -> Envelope | None:
-        return kept_result(
-            await self._producer.call(*read_command(keys, [correlation_id]), key=keys.requests)
-        )
+        reply = await self._producer.call(*read_command(keys, [correlation_id]), key=keys.requests)
+        return kept_result(reply, correlation_id)
 
     def _of_model(self, keys: Keys) -> _AwaitedResults:
         awaited = self._awaited.get(keys.model)
@@ -315,12 +314,9 @@ class _AwaitedResults:
     def _resolve(self, correlation_id: str, entries: list[Any]) -> None:
         futures = self._futures.pop(correlation_id, ())
         try:
-            envelope = envelope_of(entries)
-        except InvalidArgumentError as error:
-            _fail_all(
-                futures,
-                InternalError(f"its result is malformed: {error.detail}", correlation_id=correlation_id),
-            )
+            envelope = envelope_of(entries, correlation_id)
+        except InternalError as error:
+            _fail_all(futures, error)
             return
         for future in futures:
             if not future.done():

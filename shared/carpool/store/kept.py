@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, Literal
 
-from carpool.errors import OK, InvalidArgumentError
+from carpool.errors import OK, InternalError, InvalidArgumentError
 from carpool.keys import Keys
 from carpool.messages.results import Result, state_of
 from carpool.rows import BODY_TTL_MS, LARGE_BODY_BYTES
@@ -126,21 +126,33 @@ def read_command(keys: Keys, correlation_ids: Sequence[str], block_ms: int = 0) 
     return ("XREAD", "COUNT", 1, *block, "STREAMS", *streams, *["0"] * len(streams))
 
 
-def kept_result(reply: Any) -> dict[str, Any] | None:
-    """The envelope in the reply to a `read_command` of one ID; None if there was none. Raises
-    InvalidArgumentError if it is malformed."""
-    return envelope_of(reply[0][1]) if reply else None
+def kept_result(reply: Any, correlation_id: str) -> dict[str, Any] | None:
+    """The envelope in the reply to a `read_command` of this ID only; None if there was none. Raises
+    InternalError if it is malformed."""
+    return envelope_of(reply[0][1], correlation_id) if reply else None
 
 
-def envelope_of(entries: Sequence[Any]) -> dict[str, Any]:
-    """The envelope in the entries of a reply stream that is for one result. Raises InvalidArgumentError."""
+def envelope_of(entries: Sequence[Any], correlation_id: str) -> dict[str, Any]:
+    """The envelope in the entries of a reply stream that is for one result. Raises InternalError if it is
+    malformed, which is no fault of who asks."""
+    try:
+        return _only_envelope(entries)
+    except InvalidArgumentError as error:
+        raise InternalError(
+            f"its result is malformed: {error.detail}", correlation_id=correlation_id
+        ) from None
+
+
+def _only_envelope(entries: Sequence[Any]) -> dict[str, Any]:
     flat = entries[0][1]
     found = dict(zip(flat[::2], flat[1::2], strict=True))
     if b"results" not in found:
         raise InvalidArgumentError("results: missing")
-    (envelope,) = decode_results(found[b"results"])
-    check_envelope(envelope)
-    return envelope  # type: ignore[no-any-return]
+    envelopes = decode_results(found[b"results"])
+    if len(envelopes) != 1:
+        raise InvalidArgumentError(f"results: {len(envelopes)} envelopes, where the one of this request is")
+    check_envelope(envelopes[0])
+    return envelopes[0]  # type: ignore[no-any-return]
 
 
 def status_in_record(record: bytes) -> RequestStatus:

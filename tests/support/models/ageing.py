@@ -62,6 +62,25 @@ class Leaking:
         return [[os.getpid(), resident_bytes] for _ in batch]
 
 
+class LeakingDecoder:
+    """Keeps a MiB for each request in its decoder process, and tells which model process executed it."""
+
+    max_batch_size = 4
+    max_process_memory = "240MiB"
+    decode_in = "processes"
+    decode_workers = 1
+
+    def __init__(self) -> None:
+        self.kept: list[bytes] = []
+
+    def decode(self, body: Any) -> Any:
+        self.kept.append(os.urandom(1024) * 1024)
+        return body
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        return [os.getpid() for _ in batch]
+
+
 class Steps:
     """Emits the ID of its process with each step. It cannot go on from chunks."""
 

@@ -84,6 +84,33 @@ class InProcesses(InThreads):
     decode_in = "processes"
 
 
+class LateInThreads:
+    """Answers with the sizes to which zeros are padded; waits for a file that a body names.
+
+    The bucket for more than four is larger than any memory.
+    """
+
+    max_batch_size = 8
+    max_execution_ms = 1000
+    decode_in = "threads"
+    decode_workers = 2
+    decoded = (TensorSpec("zeros", "INT32", (-1,), buckets=[4, 10**15]),)
+
+    def decode(self, body: Any) -> Any:
+        while isinstance(body, str) and not Path(body).exists():
+            time.sleep(0.001)
+        return np.zeros(body, np.int32)
+
+    def predict(self, batch: Any) -> list[int]:
+        return [len(row) for row in batch]
+
+
+class LateInProcesses(LateInThreads):
+    """The same in processes."""
+
+    decode_in = "processes"
+
+
 class Stacked:
     """Texts as numbers of letters, padded: answers them doubled, and the shape of their batch."""
 

@@ -11,7 +11,13 @@ import structlog
 
 from carpool.errors import Unhealthy
 from carpool.parts import Buffer
-from carpool_worker.model_process.decoding.exchange import read, write, write_packed
+from carpool_worker.model_process.decoding.exchange import (
+    SharedMemory,
+    read,
+    write,
+    write_packed,
+    write_returned,
+)
 from carpool_worker.model_process.decoding.process import DecoderLoadError, DecoderProcess
 from carpool_worker.model_process.frames import Measured, ProcessGoneError
 from carpool_worker.model_process.loaded import Beside, RequestInfo
@@ -50,6 +56,11 @@ class Caller(ABC):
         """What the model's `encode` returns. Raises as `decode` does."""
 
     @abstractmethod
+    def interrupt(self, reason: str) -> None:
+        """End what is called now, whose result nobody wants. For another thread. Raises Unhealthy if this
+        process has to end for that."""
+
+    @abstractmethod
     def close(self) -> None:
         """Nothing more is called."""
 
@@ -74,8 +85,33 @@ class ThreadCaller(Caller):
     def encode(self, value: Any, request: Sequence[Any] | None) -> Any:
         return called(self._beside, "encode", value, _info(request))
 
+    def interrupt(self, reason: str) -> None:
+        raise Unhealthy(reason)  # a thread cannot be ended
+
     def close(self) -> None:
         return None
+
+
+class ExchangingCaller(ThreadCaller):
+    """The same, and what they get and return is passed on as between processes: for trying a model out."""
+
+    def __init__(self, beside: Beside) -> None:
+        super().__init__(beside)
+        self._memory = SharedMemory.create()
+
+    def decode(self, body: Body, request: Sequence[Any] | None, keep: Keep | None) -> Any:
+        value = self._passed_on("decode", super().decode(body, request, None))
+        return value if keep is None else keep(value)
+
+    def encode(self, value: Any, request: Sequence[Any] | None) -> Any:
+        given = read(self._memory, write(self._memory, value), copy=True)
+        return self._passed_on("encode", super().encode(given, request))
+
+    def _passed_on(self, hook: str, value: Any) -> Any:
+        return read(self._memory, write_returned(self._memory, hook, value), copy=True)
+
+    def close(self) -> None:
+        self._memory.close()
 
 
 def _info(request: Sequence[Any] | None) -> RequestInfo | None:
@@ -98,6 +134,7 @@ class ProcessCaller(Caller):
         """Starts the process. Raises DecoderLoadError."""
         self._process = DecoderProcess(location, worker, configuration, on_measured)
         self._log = structlog.get_logger()
+        self._is_interrupted = False
         self._process.start()
 
     def decode(self, body: Body, request: Sequence[Any] | None, keep: Keep | None) -> Any:
@@ -111,6 +148,7 @@ class ProcessCaller(Caller):
 
     def _call(self, hook: str, put: Any, request: Sequence[Any] | None) -> Any:
         cause = ""
+        self._is_interrupted = False
         for _ in range(DEATHS_MAX):
             if not self._process.alive:  # it ended while it had nothing to do
                 self._replace(hook, "while idle")
@@ -118,6 +156,8 @@ class ProcessCaller(Caller):
                 return self._process.call(hook, put, request)
             except ProcessGoneError:
                 cause = self._replace(hook, f"in {hook} of one request")
+                if self._is_interrupted:
+                    raise GivenUpError(cause) from None
         raise GivenUpError(f"its decoder process died {DEATHS_MAX} times in {hook}; the last time: {cause}")
 
     def _replace(self, hook: str, when: str) -> str:
@@ -129,6 +169,10 @@ class ProcessCaller(Caller):
         except DecoderLoadError as error:
             raise Unhealthy(f"a decoder process cannot be started again: {error}") from None
         return cause
+
+    def interrupt(self, reason: str) -> None:
+        self._is_interrupted = True
+        self._process.kill(reason)
 
     def close(self) -> None:
         self._process.close()

@@ -26,7 +26,7 @@ from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.creation import Given, LoadError, create, with_model
 from carpool_worker.model_process.decoding.callers import called
 from carpool_worker.model_process.decoding.declared import declared_beside, load_decoder
-from carpool_worker.model_process.decoding.exchange import SharedMemory, read, write
+from carpool_worker.model_process.decoding.exchange import SharedMemory, read, write_returned
 from carpool_worker.model_process.decoding.process import ENDING, LOAD_FAILED, RAISED, READY, RETURNED
 from carpool_worker.model_process.failures import failure_of
 from carpool_worker.model_process.frames import MessageReader, ProcessGoneError
@@ -85,7 +85,8 @@ def _serve(sock: socket.socket, reader: MessageReader, beside: Beside, memory: S
         try:
             value = read(memory, written, copy=True)
             info = None if request is None else RequestInfo(*request)
-            answer: tuple[Any, ...] = (RETURNED, _write(memory, hook, called(beside, hook, value, info)))
+            returned = write_returned(memory, hook, called(beside, hook, value, info))
+            answer: tuple[Any, ...] = (RETURNED, returned)
         except BaseException as error:  # a library's panic, SystemExit: none may end this process
             try:
                 failure = failure_of(error, STATUSES[hook])
@@ -98,13 +99,6 @@ def _serve(sock: socket.socket, reader: MessageReader, beside: Beside, memory: S
             answer = (RAISED, failure, *shown)
         measured.send_all()
         frames.send_message(sock, answer)
-
-
-def _write(memory: SharedMemory, hook: str, value: Any) -> Any:
-    try:
-        return write(memory, value)
-    except Exception as error:
-        raise TypeError(f"what {hook} returned cannot be sent to the model process: {error}") from error
 
 
 if __name__ == "__main__":

@@ -87,6 +87,14 @@ def write(memory: SharedMemory, value: Any) -> Written:
     return write_packed(memory, pack_exactly(value))
 
 
+def write_returned(memory: SharedMemory, hook: str, value: Any) -> Written:
+    """Write what a method of the model returned. Raises TypeError for what cannot be sent."""
+    try:
+        return write(memory, value)
+    except Exception as error:
+        raise TypeError(f"what {hook} returned cannot be sent to the model process: {error}") from error
+
+
 def _is_plain_array(value: Any) -> bool:
     """Whether it is an array whose bytes are its value."""
     if type(value) is not np.ndarray or not value.size or value.dtype.kind not in "biuf":

@@ -21,7 +21,7 @@ import numpy as np
 from carpool.errors import ABORTED, INTERNAL, CarpoolError
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
-from carpool_worker.model_process.decoding.callers import Caller, GivenUpError, ThreadCaller
+from carpool_worker.model_process.decoding.callers import Caller, ExchangingCaller, GivenUpError, ThreadCaller
 from carpool_worker.model_process.decoding.pool import Inline, Jobs, Pool
 from carpool_worker.model_process.decoding.process import HookRaisedError
 from carpool_worker.model_process.decoding.work import Bodies, DecodedItems, Decoding, Observed
@@ -82,6 +82,7 @@ class DecodingLoop:
         self._ready: queue.SimpleQueue[_Work | BaseException | None] = queue.SimpleQueue()
         self._again: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         self._finishing: queue.SimpleQueue[Executed | None] = queue.SimpleQueue()
+        self._abandoned: list[Decoding] = []  # executed, while late bodies of them were still decoded
         self._threads = [threading.Thread(target=self._take_in, name="intake", daemon=True)]
         if self._encodes:
             self._threads.append(threading.Thread(target=self._finish, name="finisher", daemon=True))
@@ -106,6 +107,8 @@ class DecodingLoop:
             executed = _run(self._model, frame, items, states, self._raised.observe)
         else:
             executed = run_decoded(self._model, decoding, states, self._pool, self._raised)
+            if decoding.is_running:
+                self._abandoned.append(decoding)
         executed = executed._replace(errors=self._raised.take())
         if self._encodes:
             self._finishing.put(executed._replace(outcome=_kept(executed.outcome)))
@@ -138,9 +141,17 @@ class DecodingLoop:
                     self._again.put(payload)
                 else:
                     last = frame.number
+                    self._end_overdue()
                     self._ready.put(begin(self._model, frame, payload, self._pool))
         except BaseException as error:  # the main thread raises it
             self._ready.put(error)
+
+    def _end_overdue(self) -> None:
+        """Before a frame takes a place in the pool: see Decoding.end_overdue. Raises Unhealthy."""
+        for decoding in tuple(self._abandoned):
+            decoding.end_overdue()
+            if not decoding.is_running:
+                self._abandoned.remove(decoding)
 
     def _sent_again(self, frame: FrameHeader, states: States | None) -> Buffer:
         """The payload of a frame whose outcome was not sent yet, once more, without states."""
@@ -173,8 +184,17 @@ def execute_alone(
     """Execute a frame in this thread, without a pool. `observe` is told what the model raises. Raises
     Unhealthy."""
     assert model.beside is not None
-    raised = _Observing(observe)
-    jobs = Inline(ThreadCaller(model.beside))
+    caller = (ExchangingCaller if model.beside.in_processes else ThreadCaller)(model.beside)
+    try:
+        return _execute_inline(model, frame, payload, _Observing(observe), Inline(caller))
+    finally:
+        caller.close()
+
+
+def _execute_inline(
+    model: LoadedModel, frame: FrameHeader, payload: Buffer, raised: RaisedLog, jobs: Jobs
+) -> tuple[OutcomeHeader, list[Buffer]]:
+    assert model.beside is not None
     frame, payload, states, decoding = begin(model, frame, payload, jobs)
     if decoding is None:
         sent = bytes(payload)

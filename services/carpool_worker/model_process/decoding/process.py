@@ -128,6 +128,13 @@ class DecoderProcess:
         self._end(wait_s=0)
         raise ProcessGoneError(reason)
 
+    def kill(self, reason: str) -> None:
+        """End it in the middle of a call, which raises ProcessGoneError then. For another thread."""
+        process = self._process
+        if process is not None:
+            self._ended_because = reason
+            process.kill()
+
     def exit_cause(self) -> str:
         """How it ended, for logs and errors."""
         if self._ended_because or self._process is None:

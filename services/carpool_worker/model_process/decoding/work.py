@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -20,6 +21,7 @@ from carpool.errors import (
     DEADLINE_EXCEEDED,
     INTERNAL,
     INVALID_ARGUMENT,
+    RESOURCE_EXHAUSTED,
     CarpoolError,
     Unhealthy,
     error_for,
@@ -131,7 +133,9 @@ class Decoding:
         self._deadlines_us = deadlines_of(frame)
         self._changed = threading.Condition()
         self._is_ready = not self._open
-        self._broken: Unhealthy | None = None
+        self._broken: BaseException | None = None
+        self.again: list[Decoding] = []  # of the same frame, whose late bodies were still decoded
+        self._running: dict[int, tuple[Caller, int]] = {}  # by request, who decodes it, and since when (ns)
         self._began_ns = self._ended_ns = time.monotonic_ns()
 
     def start(self, jobs: Jobs) -> None:
@@ -145,7 +149,7 @@ class Decoding:
         return (self._ended_ns - self._began_ns) // 1000
 
     def wait(self) -> _Batch:
-        """Wait until all are decoded that somebody waits for. Raises Unhealthy."""
+        """Wait until all are decoded that somebody waits for. Raises Unhealthy, and what is unforeseen."""
         with self._changed:
             while not self._is_ready and self._broken is None:
                 late = [index for index in self._open if self._is_late(index)]
@@ -173,16 +177,54 @@ class Decoding:
         """These are decoded, or have failed. With the lock."""
         self._open.difference_update(indexes)
         if not self._open and not self._is_ready:
-            self._batch.complete([index for index in self._indexes if index not in self.rejected])
+            try:
+                decoded = [index for index in self._indexes if index not in self.rejected]
+                self.rejected |= self._batch.complete(decoded)
+            except BaseException as error:  # else the model's thread would wait for ever
+                self._broken = error
             self._ended_ns = time.monotonic_ns()
             self._is_ready = True
             self._changed.notify_all()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a body is being decoded that `end_overdue` may end. After `wait` nobody waits for it."""
+        return bool(self._running) or any(again.is_running for again in self.again)
+
+    def end_overdue(self) -> None:
+        """After `wait`: end what has decoded a late body for longer than `max_execution_ms`. It may hang, and
+        nothing else could be decoded in its place. Raises Unhealthy if this process has to end for that."""
+        limit_ms = self.frame.max_execution_ms
+        if limit_ms is None:
+            return
+        for again in self.again:
+            again.end_overdue()
+        with self._changed:  # so that none of them begins another body meanwhile
+            for index, (caller, since_ns) in [*self._running.items()]:
+                if time.monotonic_ns() - since_ns > limit_ms * 1_000_000:
+                    del self._running[index]  # once
+                    caller.interrupt(
+                        f"decode of a late request took longer than max_execution_ms, {limit_ms} ms"
+                    )
 
     # --- in a thread of the pool ---------------------------------------------------------------------------
 
     def _decode(self, index: int, caller: Caller) -> None:
         if index not in self._open:
             return
+        is_limited = self.frame.max_execution_ms is not None
+        if is_limited:
+            self._running[index] = caller, time.monotonic_ns()
+        try:
+            self._decode_and_take(index, caller)
+        except BaseException as error:  # unforeseen
+            self._break(error)
+        finally:
+            if is_limited:
+                with self._changed:
+                    self._running.pop(index, None)
+
+    def _decode_and_take(self, index: int, caller: Caller) -> None:
         failure = observed = None
         reason = ""
         value: Any = None
@@ -261,7 +303,7 @@ class Decoding:
                 self.raised.append(observed)
             self._close((index,))
 
-    def _break(self, error: Unhealthy) -> None:
+    def _break(self, error: BaseException) -> None:
         with self._changed:
             self._broken = error
             self._changed.notify_all()
@@ -298,8 +340,9 @@ class _Batch:
         """Take what `decode` returned for a request. What is to be in `values`. Raises WrongOutputError."""
         raise NotImplementedError
 
-    def complete(self, indexes: Sequence[int]) -> None:
-        """These are there, and nothing else comes."""
+    def complete(self, indexes: Sequence[int]) -> Mapping[int, Failure]:
+        """These are there, and nothing else comes. Those for which there is not enough memory."""
+        return {}
 
 
 class _FixedBatch(_Batch):
@@ -324,13 +367,14 @@ class _FixedBatch(_Batch):
             self._arrays[spec.name][index] = array
         return None
 
-    def complete(self, indexes: Sequence[int]) -> None:
+    def complete(self, indexes: Sequence[int]) -> Mapping[int, Failure]:
         if not indexes:
-            return
+            return {}
         arrays = self._arrays
         if len(indexes) < self._count:
             arrays = {name: array[list(indexes)] for name, array in arrays.items()}
         self.parts = [Part(tuple(indexes), arrays)]
+        return {}
 
 
 class _VaryingBatch(_Batch):
@@ -346,7 +390,7 @@ class _VaryingBatch(_Batch):
         # A view may be of the memory that a decoder process writes into again.
         return tuple(shapes), [array if array.base is None else array.copy() for array in arrays]
 
-    def complete(self, indexes: Sequence[int]) -> None:
+    def complete(self, indexes: Sequence[int]) -> Mapping[int, Failure]:
         groups: dict[Any, list[int]] = {}
         for index in indexes:
             groups.setdefault(self.values[index][0], []).append(index)
@@ -357,7 +401,24 @@ class _VaryingBatch(_Batch):
             for at, spec in enumerate(self._specs)
             if spec.buckets
         }
-        self.parts = [self._part(shapes, indexes) for shapes, indexes in groups.items()]
+        left, too_large = deque(groups.items()), {}
+        while left:
+            shapes, members = left.popleft()
+            try:
+                self.parts.append(self._part(shapes, members))
+            except MemoryError:  # there may be enough for fewer
+                if len(members) == 1:
+                    too_large[members[0]] = self._too_large(shapes)
+                else:
+                    middle = len(members) // 2
+                    left.extendleft([(shapes, members[middle:]), (shapes, members[:middle])])
+        return too_large
+
+    def _too_large(self, shapes: Sequence[Sequence[int]]) -> Failure:
+        named = (
+            f"{spec.name!r} of shape {list(shape)}" for spec, shape in zip(self._specs, shapes, strict=True)
+        )
+        return RESOURCE_EXHAUSTED, f"the model process has not enough memory for {', '.join(named)}"
 
     def _part(self, shapes: Sequence[Sequence[int]], indexes: Sequence[int]) -> Part:
         arrays: dict[str, Array] = {}
@@ -458,6 +519,8 @@ class DecodedItems:
         again = Decoding(first.model, first.frame, first.bodies, indexes, first.costs)
         again.start(self._jobs)
         batch = again.wait()
+        if again.is_running:
+            first.again.append(again)
         for status, detail in again.rejected.values():
             raise error_for(status, detail)
         return batch
