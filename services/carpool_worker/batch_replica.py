@@ -14,6 +14,7 @@ from typing import Any
 from carpool.clock import RedisClock
 from carpool.parts import Buffer
 from carpool.shown import trace_of
+from carpool_worker.batch_sources import Source
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Example, Execution
@@ -22,7 +23,6 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import OutcomeHeader
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import IDS_SHOWN_MAX, Item, ReplicaLoop, shown_requests
-from carpool_worker.sources import Source
 from carpool_worker.succession import Limits
 
 
@@ -95,7 +95,7 @@ class BatchReplica(ReplicaLoop[Item]):
     # --- the model process ---------------------------------------------------------------------------------
 
     def _is_idle(self) -> bool:
-        if self._executed() is not None or self.retirement.tried is not None or self.process.has_backlog:
+        if self._executed() is not None or self.retirement.tried is not None or self.process.has_unsent:
             return False
         return not self.succession.leaves_first or self._first_unfinished() is None
 

@@ -131,7 +131,7 @@ class Codec:
         raising = self._raising if len(self._raising) else None
         size_max = self.batch_size_max
         is_divided = size_max is not None and execution.batch.size > size_max  # dispatched for other workers
-        for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
+        for start, run in zip(execution.batch.first_positions, execution.batch.runs, strict=True):
             positions: Sequence[int] = range(start, start + len(run.correlation_ids))
             if execution.answered_before:
                 positions = [position for position in positions if position not in execution.answered_before]
@@ -246,14 +246,14 @@ class Codec:
         """A decoded body, padded to buckets, and its true sizes. Raises InvalidArgumentError if it is too
         large."""
         layouts, data = decoded
-        pieces = [data] if len(layouts) == 1 else data
+        by_input = [data] if len(layouts) == 1 else data
         found: list[Layout] = []
         padded: list[Buffer] = []
         sizes: dict[str, list[int]] = {}
-        for spec, (name, datatype, shape), piece in zip(self.inputs, layouts, pieces, strict=True):
+        for spec, (name, datatype, shape), content in zip(self.inputs, layouts, by_input, strict=True):
             bucket = padded_shape(spec, shape)
             found.append((name, datatype, bucket))
-            padded.append(pad_bytes(spec, shape, bucket, piece) if spec.buckets else piece)
+            padded.append(pad_bytes(spec, shape, bucket, content) if spec.buckets else content)
             if spec.buckets:
                 sizes[name] = true_sizes(spec, shape)
         return (tuple(found), padded[0] if len(layouts) == 1 else padded), sizes
@@ -578,17 +578,17 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[Batche
     """The runs of the requests at these ascending positions, each with its first position in the batch, and
     the indexes in `positions` of its requests."""
     batch, count = execution.batch, len(positions)
-    starts, runs = batch.starts, batch.runs
+    first_positions, runs = batch.first_positions, batch.runs
     if count == batch.size:  # the usual case: all of them
         return [
             (run, start, range(start, start + len(run.correlation_ids)))
-            for run, start in zip(runs, starts, strict=True)
+            for run, start in zip(runs, first_positions, strict=True)
         ]
     found: list[tuple[BatchedRun, int, range]] = []
     index = number = 0
     while index < count:
-        number = bisect_right(starts, positions[index], number) - 1
-        run, start = runs[number], starts[number]
+        number = bisect_right(first_positions, positions[index], number) - 1
+        run, start = runs[number], first_positions[number]
         size = len(run.correlation_ids)
         stop = index + 1 if size == 1 else bisect_left(positions, start + size, index)
         found.append((run, start, range(index, stop)))
@@ -742,7 +742,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _payload(layouts: Sequence[Layout], values: list[Any]) -> list[Any]:
-    """The decoded bodies of requests as the payload of a frame, in pieces."""
+    """The decoded bodies of requests as the payload of a frame, in parts."""
     if not layouts:
         return _array_of_packed(values)
     if len(layouts) == 1:
@@ -751,5 +751,5 @@ def _payload(layouts: Sequence[Layout], values: list[Any]) -> list[Any]:
 
 
 def _array_of_packed(values: Sequence[bytes]) -> list[bytes]:
-    """A msgpack array of values that are already packed, in pieces."""
+    """A msgpack array of values that are already packed, in parts."""
     return [b"\xdd" + len(values).to_bytes(4, "big"), *values]

@@ -25,16 +25,16 @@ from typing import Any, Final
 from carpool.clock import RedisClock
 from carpool.parts import Buffer
 from carpool_worker.batch_replica import BatchReplica
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.frames import Cancel, OutcomeHeader
+from carpool_worker.model_process.frames import OutcomeHeader, WithdrawCalls
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica import Replica
 from carpool_worker.replica_loop import WAIT_S
-from carpool_worker.sources import Fetcher
 
 ANSWERED_INTERVAL_S: Final = 0.25  # how often it is looked which requests were answered ahead
 
@@ -200,4 +200,4 @@ class ConcurrentReplica(Replica):
     def _cancel(self, number: int, positions: Sequence[int], answered: set[int]) -> None:
         indexes = [index for index, position in enumerate(positions) if position in answered]
         if indexes:
-            self.process.send_message(Cancel(number, indexes).message())
+            self.process.send_message(WithdrawCalls(number, indexes).message())

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
 
-from carpool.descriptors import wait_until_ready
+from carpool.descriptor_wait import wait_until_ready
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.prometheus import OF_WEB_PROGRAMS
 from carpool_worker.devices import with_threads
@@ -69,7 +69,7 @@ class ProcessHandle:
     """One model process. `start` is `spawn` and `wait_ready`. To replace it, `hang_up`, and do both once it
     `has_ended`.
 
-    Sending never waits. What does not fit into the pipe is the backlog, which `flush` goes on sending once
+    Sending never waits. What does not fit into the pipe stays unsent until `flush`, which is called once
     `descriptor` is writable. A worker that waited here would not receive outcomes meanwhile, and the process
     cannot take the next frame before it has sent its outcome: both would wait. Frames for a process that has
     ended are lost, and `receive` reports it.
@@ -103,7 +103,7 @@ class ProcessHandle:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._reader: MessageReader | None = None
-        self._backlog: deque[Buffer] = deque()
+        self._unsent: deque[Buffer] = deque()
         self.descriptor: int | None = None  # the socket to wait on; None until started, and after `close`
         self.ready = False  # the model is loaded
         self.on_measured: Callable[[Measured], None] = _ignore  # is told what the model measures of itself
@@ -154,7 +154,7 @@ class ProcessHandle:
         self.descriptor = ours.fileno()
         self._sent, self.has_measured = 0, False
         self._unanswered.clear()
-        self._backlog.clear()
+        self._unsent.clear()
         self._spawned_s, self._ended_because = time.monotonic(), ""
         self.send_message((CONFIGURATION,), self._configuration)
 
@@ -164,7 +164,7 @@ class ProcessHandle:
             self.check_loading()
             left_s = self._load_s_left()
             assert self.descriptor is not None  # it was started
-            writers = [self.descriptor] if self.has_backlog else []
+            writers = [self.descriptor] if self.has_unsent else []
             wait_s = _ALIVE_S if left_s is None else min(_ALIVE_S, left_s)
             if wait_until_ready([self.descriptor], writers, wait_s)[1]:
                 self.flush()
@@ -220,9 +220,9 @@ class ProcessHandle:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def has_backlog(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether frames wait until the pipe has room."""
-        return bool(self._backlog)
+        return bool(self._unsent)
 
     @property
     def has_buffered(self) -> bool:
@@ -230,7 +230,7 @@ class ProcessHandle:
         return self._reader is not None and self._reader.has_buffered
 
     def send(self, header: FrameHeader, *payload: Buffer) -> int:
-        """Send a frame, or put what does not fit into the pipe into the backlog. Returns its number."""
+        """Send a frame, or keep unsent what does not fit into the pipe. Returns its number."""
         self._sent += 1
         self._unanswered[self._sent] = (header, payload)
         self.send_message((*header[:-1], self._sent), *payload)
@@ -242,19 +242,19 @@ class ProcessHandle:
         self.flush()
 
     def put_message(self, header: object, *payload: Buffer) -> None:
-        """Add a message to the backlog only: `flush` sends it, together with others."""
-        self._backlog += message_parts(header, *payload)
+        """Add a message to what is unsent only: `flush` sends it, together with others."""
+        self._unsent += message_parts(header, *payload)
 
     def flush(self) -> None:
         """Send what the pipe has room for."""
-        backlog, sock = self._backlog, self._sock
+        unsent, sock = self._unsent, self._sock
         try:
-            while backlog and sock is not None:
-                drop_sent(backlog, sock.sendmsg(islice(backlog, PARTS_MAX), (), socket.MSG_DONTWAIT))
+            while unsent and sock is not None:
+                drop_sent(unsent, sock.sendmsg(islice(unsent, PARTS_MAX), (), socket.MSG_DONTWAIT))
         except BlockingIOError:
             return
         except OSError:
-            backlog.clear()
+            unsent.clear()
 
     def receive(self) -> tuple[OutcomeHeader, Buffer] | None:
         """The outcome of the oldest frame that has none, of an async model of any; None if it has not

@@ -15,9 +15,10 @@ from typing import Any, Final, Generic, TypeVar
 
 import structlog
 
-from carpool.descriptors import wait_until_ready
+from carpool.descriptor_wait import wait_until_ready
 from carpool.messages.batches import Batch
 from carpool.shown import shortened
+from carpool_worker.batch_sources import Source
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
 from carpool_worker.execution_watch import Due, ExecutionWatch
@@ -26,7 +27,6 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import Failure, ProcessGoneError
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.retirement import Retirement
-from carpool_worker.sources import Source
 from carpool_worker.succession import Succession
 
 WAIT_S: Final = 0.5  # a drain is noticed after this time
@@ -118,11 +118,11 @@ class ReplicaLoop(ABC, Generic[Item]):
         is_received = process_fd is not None and self._is_receiving()
         readers = [process_fd] if process_fd is not None and is_received else []
         readers += [] if source_fd is None else [source_fd]
-        writers = [process_fd] if process_fd is not None and process.has_backlog else []
+        writers = [process_fd] if process_fd is not None and process.has_unsent else []
         successor = self.succession.loading
         if successor is not None and successor.descriptor is not None:
             readers.append(successor.descriptor)
-            writers += [successor.descriptor] if successor.has_backlog else []
+            writers += [successor.descriptor] if successor.has_unsent else []
         has_outcome = is_received and process.has_buffered
         is_due = has_outcome or (source.waiting and source_fd is None)
         try:

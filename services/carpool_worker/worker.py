@@ -45,6 +45,7 @@ from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
 from carpool_worker.batch_log import BatchLog
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.bound.inbox import Inbox
 from carpool_worker.bound.replica import BoundReplica
 from carpool_worker.codec import Codec
@@ -63,7 +64,6 @@ from carpool_worker.registrar import Registrar
 from carpool_worker.replica import Replica
 from carpool_worker.replica_loop import AnyReplica
 from carpool_worker.retirement import LastSuccess
-from carpool_worker.sources import Fetcher
 from carpool_worker.stepping.log import StepLog
 from carpool_worker.stepping.replica import FETCH_BLOCK_MS, StepReplica
 

@@ -24,7 +24,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from carpool.clock import RedisClock
-from carpool.descriptors import wait_until_ready
+from carpool.descriptor_wait import wait_until_ready
 from carpool.lifecycle import Loop
 from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import JSON, MSGPACK
@@ -34,6 +34,7 @@ from carpool.store.results import FencedError
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.tensors import TensorSpec
 from carpool_worker import process_handle, replica, retirement
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
@@ -50,7 +51,6 @@ from carpool_worker.model_process.frames import (
 )
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.replica import Replica
-from carpool_worker.sources import Fetcher
 from support.forking import forked_children
 from support.stack import RESULT_S
 from support.waiting import Stopwatch, wait_until
@@ -1299,4 +1299,4 @@ def test_frames_and_outcomes_larger_than_the_pipe(
             for got, array in zip(bench.finish(execution), arrays, strict=True):
                 np.testing.assert_array_equal(got, array * 2)
             assert not execution.deaths
-        assert not bench.replica.process.has_backlog
+        assert not bench.replica.process.has_unsent

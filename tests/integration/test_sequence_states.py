@@ -29,6 +29,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_worker import committer as committing
 from carpool_worker import process_handle
 from carpool_worker.batch_log import BatchLog
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import EXPIRED, Execution
@@ -36,7 +37,6 @@ from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica import Replica
-from carpool_worker.sources import Fetcher
 from support.forking import forked_children
 
 LEASE_MS: Final = 60_000  # longer than a test

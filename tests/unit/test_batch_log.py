@@ -11,7 +11,7 @@ import structlog
 
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages.batches import Batch, BatchedRun
-from carpool_batcher.observer import AnswerLog
+from carpool_batcher.accounting import AnswerLog
 from carpool_worker.batch_log import BatchLog
 
 Lines = list[MutableMapping[str, Any]]

@@ -35,7 +35,7 @@ from carpool_worker.committer import Committer
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Execution
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.frames import End, Failure
+from carpool_worker.model_process.frames import EndSequences, Failure
 from carpool_worker.process_handle import ProcessHandle
 
 LOST: Final = "sequence_id: its model process ended; begin it again with sequence_start"
@@ -124,7 +124,7 @@ class BoundReplica(BatchReplica[Item]):
     # --- the model process ---------------------------------------------------------------------------------
 
     def _observe_example(self, failures: Mapping[int, Failure]) -> None:
-        self.process.send_message(End([EXAMPLE_SEQUENCE]).message())
+        self.process.send_message(EndSequences([EXAMPLE_SEQUENCE]).message())
         super()._observe_example(failures)
 
     def _suspect(self, cause: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class BoundReplica(BatchReplica[Item]):
         """Free the slots of these sequences."""
         if sequence_ids:
             self._sequences.difference_update(sequence_ids)
-            self.process.send_message(End(sequence_ids).message())
+            self.process.send_message(EndSequences(sequence_ids).message())
 
     # --- committing ----------------------------------------------------------------------------------------
 

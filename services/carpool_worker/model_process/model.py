@@ -334,7 +334,7 @@ def _check_positional(load: Callable[..., Any]) -> None:
 
 
 def _declarations(model: Any, given: Given, *, is_async: bool = False) -> dict[str, Any]:
-    """The fields of Declarations."""
+    """The fields of ModelDeclarations."""
     inputs, outputs = _specs(model, "inputs"), _specs(model, "outputs")
     check_padding(inputs, outputs)
     return {

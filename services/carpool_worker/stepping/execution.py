@@ -138,7 +138,7 @@ class StepExecution:
     @property
     def next_start(self) -> int:
         """The number of its next start alone, since it has survived one."""
-        return self.execution.starts.get(0, 0) + 1
+        return self.execution.start_counts.get(0, 0) + 1
 
     def begin_alone(self) -> int:
         """It is to take steps alone, which Redis knows. Returns how many.
@@ -148,7 +148,7 @@ class StepExecution:
         also kill its process some steps after each beginning; but most likely others do, and the longer it is
         alone, the likelier it is blamed for a death by chance. So for it doubling begins late.
         """
-        self.execution.starts[0] = self.next_start
+        self.execution.start_counts[0] = self.next_start
         self.has_passed = False
         doublings = max(0, self.deaths_together - (CONTINUED_DEATHS_MAX if self.previous_chunks else 1))
         self._steps_alone = 1 << min(doublings, STEPS_ALONE_DOUBLINGS_MAX)
@@ -160,7 +160,7 @@ class StepExecution:
         if self._steps_alone and self.result is None:
             return False
         self.execution.deaths.pop(0, None)
-        self.execution.starts.pop(0, None)
+        self.execution.start_counts.pop(0, None)
         self.has_passed = True
         return True
 

@@ -29,6 +29,7 @@ from carpool.model_settings import ModelSettings, prefetched_slots
 from carpool.store.connection import CommandError
 from carpool.store.results import FencedError
 from carpool.store.steps import StepStore, StepWrite
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
@@ -37,7 +38,6 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.stepping.frames import Admit, Configure, Drop, Resume, Step
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_requests
-from carpool_worker.sources import Fetcher
 from carpool_worker.stepping.execution import StepExecution
 from carpool_worker.stepping.in_hand import InHand
 from carpool_worker.stepping.log import StepLog
@@ -122,7 +122,7 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _is_idle(self) -> bool:
         """Its slots have run out: a model need not be able to go on from chunks."""
-        if self._example_key is not None or self._alone is not None or self.process.has_backlog:
+        if self._example_key is not None or self._alone is not None or self.process.has_unsent:
             return False
         if self.succession.leaves_first:
             return not self._in_hand
