@@ -403,7 +403,7 @@ class Codec:
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 
-    def take_outcome(
+    def give_results(
         self, execution: Execution, frame: Frame, outcome: OutcomeHeader, payload: Buffer
     ) -> None:
         """Give each request of an executed frame its result."""
@@ -434,26 +434,26 @@ class Codec:
                 execution.dead_letter(succeeded[index], reason)
             succeeded = [position for index, position in enumerate(succeeded) if index not in failures]
         if self._initial_state:
-            payload = self._take_states(execution, succeeded, payload)
+            payload = self._keep_states(execution, succeeded, payload)
         if outcome.layouts:
-            self._take_rows(execution, succeeded, outcome.layouts, payload)
+            self._give_rows(execution, succeeded, outcome.layouts, payload)
         else:
             values = _unpack(payload)
             if len(values) != len(succeeded):
                 raise RuntimeError(f"{len(values)} results for {len(succeeded)} requests")  # never
             for run, start, indexes in _by_run(execution, succeeded):
                 run_values = values[indexes.start : indexes.stop]
-                self._take_values(execution, run, start, succeeded[indexes.start : indexes.stop], run_values)
+                self._give_values(execution, run, start, succeeded[indexes.start : indexes.stop], run_values)
 
-    def _take_states(self, execution: Execution, positions: Sequence[int], payload: Buffer) -> Buffer:
-        """Take the new states of these requests from a payload. Returns its other part."""
+    def _keep_states(self, execution: Execution, positions: Sequence[int], payload: Buffer) -> Buffer:
+        """Keep the new states of these requests, which are in a payload. Returns its other part."""
         row_bytes = len(self._initial_state)
         results, rows = frames.divide_payload(payload, row_bytes * len(positions))
         for index, position in enumerate(positions):
             execution.states[position] = bytes(rows[index * row_bytes : (index + 1) * row_bytes])
         return results
 
-    def _take_rows(
+    def _give_rows(
         self, execution: Execution, positions: Sequence[int], layouts: Sequence[Layout], payload: Buffer
     ) -> None:
         """Stacked results. One tensor in msgpack or octet-stream is a head and a row: no decoding."""
@@ -469,7 +469,7 @@ class Codec:
             if head is None:
                 arrays = arrays or frames.unstack(layouts, len(positions), payload, to_be_sent)
                 run_values = [_row(arrays, index) for index in indexes]
-                self._take_values(execution, run, start, positions[indexes.start : indexes.stop], run_values)
+                self._give_values(execution, run, start, positions[indexes.start : indexes.stop], run_values)
                 continue
             if 0 < row_bytes <= execution.batch.max_result_bytes - len(head):
                 rows = Rows(head, view[indexes.start * row_bytes : indexes.stop * row_bytes], row_bytes)
@@ -478,9 +478,9 @@ class Codec:
             bodies = [
                 b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in indexes
             ]
-            _take_bodies(execution, run, start, positions[indexes.start : indexes.stop], bodies, wanted)
+            _give_bodies(execution, run, start, positions[indexes.start : indexes.stop], bodies, wanted)
 
-    def _take_values(
+    def _give_values(
         self,
         execution: Execution,
         run: BatchedRun,
@@ -494,14 +494,14 @@ class Codec:
             if self._has_bytes and (wanted or content_type) == JSON:
                 values = [_for_json(value) for value in values]
             bodies = [encode_or_error(content_type, wanted, value) for value in values]
-            _take_bodies(execution, run, start, positions, bodies, wanted)
+            _give_bodies(execution, run, start, positions, bodies, wanted)
             return
         shown = [_shown_as(content_type, value) for value in values]
         for position, value in zip(positions, shown, strict=True):
             chosen_type = result_type(content_type, wanted, value, has_tensors=self.has_tensors)
             is_for_json = self._has_bytes and chosen_type == JSON
             body = encode_or_error(chosen_type, "", _for_json(value) if is_for_json else value)
-            _take_bodies(execution, run, start, [position], [body], chosen_type)
+            _give_bodies(execution, run, start, [position], [body], chosen_type)
 
 
 class _ResultHead(NamedTuple):
@@ -596,7 +596,7 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[Batche
     return found
 
 
-def _take_bodies(
+def _give_bodies(
     execution: Execution,
     run: BatchedRun,
     start: int,

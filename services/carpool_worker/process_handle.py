@@ -86,14 +86,14 @@ class ProcessHandle:
         *,
         configuration: Configuration | None = None,
         processes: int = 1,
-        worker: str = "",
+        replica: str = "",
     ) -> None:
         """`load_s_max`: how long the model may take to load; None: without a limit. `configuration`: what it
-        is loaded with. `processes`: how many share the CPUs, this one included. `worker`: the name of the
-        replica, for the log."""
+        is loaded with. `processes`: how many share the CPUs, this one included. `replica`: its name, for the
+        log."""
         self._location = location
         self._configuration = (configuration or Configuration()).encode()
-        self._worker = worker
+        self._replica = replica
         self.device = device
         self._load_s_max = load_s_max
         self._sharing = processes
@@ -117,7 +117,7 @@ class ProcessHandle:
     def new_like(self) -> ProcessHandle:
         """A handle for another process of the same model on the same device. It is not started."""
         new = ProcessHandle(
-            self._location, self.device, self._load_s_max, processes=self._sharing, worker=self._worker
+            self._location, self.device, self._load_s_max, processes=self._sharing, replica=self._replica
         )
         new._configuration = self._configuration
         new.on_measured = self.on_measured
@@ -140,7 +140,7 @@ class ProcessHandle:
         ours, theirs = socket.socketpair()
         for sock in (ours, theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        arguments = [str(os.getpid()), str(theirs.fileno()), self._location, self.device, self._worker]
+        arguments = [str(os.getpid()), str(theirs.fileno()), self._location, self.device, self._replica]
         # -P: nothing is imported from the working directory, where files of any name may be.
         command = [sys.executable, "-P", "-m", "carpool_worker.model_process.main", *arguments]
         self._process = subprocess.Popen(
@@ -335,7 +335,7 @@ class ProcessHandle:
         except (StrayBytesError, LookupError, TypeError, ValueError):
             structlog.get_logger().error(
                 "model wrote into the connection to its worker, ending its process",
-                worker=self._worker,
+                replica=self._replica,
                 pid=self.pid,
             )
             self._end(_WROTE)

@@ -108,7 +108,7 @@ class ReplicaLoop(ABC, Generic[Item]):
             self._watch.observe(None, None, now_s)
         elif due is Due.REPORT:
             passed_s = round(self._watch.passed_s(now_s))
-            self._log.warning("model process still executes", worker=self.name, seconds=passed_s)
+            self._log.warning("model process still executes", replica=self.name, seconds=passed_s)
 
     def _wait(self) -> None:
         """Wait for the model process, for the reply to a fetch, or until something is due; take what came."""
@@ -141,7 +141,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         if has_outcome or has_ended or (process_fd is not None and process_fd in readable):
             self._receive()
         if source.waiting and (source_fd is None or source_fd in readable):
-            self._take_items(source.finish())
+            self._add_fetched(source.finish())
         elif source.waiting:
             source.check_overdue()
 
@@ -154,9 +154,9 @@ class ReplicaLoop(ABC, Generic[Item]):
         """Receive what the model process sent, or that a new one is ready, or that it died."""
         try:
             if self.process.ready:
-                self._take_message()
+                self._receive_message()
             elif self.process.receive_ready() is not None:
-                self._log.info("model process replaced", worker=self.name, pid=self.process.pid)
+                self._log.info("model process replaced", replica=self.name, pid=self.process.pid)
         except ProcessGoneError:
             if not self._closing:  # else this worker closed the connection: no request is the cause
                 self._replace_process()
@@ -166,7 +166,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         cause = self.process.exit_cause()
         self._metrics.process_died()
         self._log_raised({})
-        self._log.error("model process died", worker=self.name, how=cause, **self._suspect(cause))
+        self._log.error("model process died", replica=self.name, how=cause, **self._suspect(cause))
         self._let_go_of_process()
         self.process.hang_up()
 
@@ -174,7 +174,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         """Replace a process because all that it executes fails. What is in hand is not suspect."""
         self._log.error(
             "model process retired, all that it executes fails",
-            worker=self.name,
+            replica=self.name,
             pid=self.process.pid,
             batches=self.retirement.failed_batches,
         )
@@ -203,7 +203,7 @@ class ReplicaLoop(ABC, Generic[Item]):
             more = {"left_out": raised.left_out} if raised.left_out else {}
             self._log.error(
                 "model raised",
-                worker=self.name,
+                replica=self.name,
                 error=raised.error,
                 **(self._shown(concerned) if concerned else self._shown()),
                 **more,
@@ -233,11 +233,11 @@ class ReplicaLoop(ABC, Generic[Item]):
         return True
 
     @abstractmethod
-    def _take_message(self) -> None:
+    def _receive_message(self) -> None:
         """Take the next message of the model process, if it has arrived. Raises ProcessGoneError."""
 
     @abstractmethod
-    def _take_items(self, items: Sequence[Item]) -> None:
+    def _add_fetched(self, items: Sequence[Item]) -> None:
         """Take what the source has brought."""
 
     @abstractmethod

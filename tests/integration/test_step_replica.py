@@ -408,7 +408,7 @@ def test_request_of_a_sequence_is_rejected() -> None:
     """It was dispatched when a model that keeps states had this name."""
     worker = Worker("redis://127.0.0.1:1", "w")
     execution = execution_of(run_of_sequence("a", 1, starts=True))
-    worker.replica._take([execution])
+    worker.replica._add_requests([execution])
     worker.close()
     assert execution.results[0].status == ABORTED
     assert [change.outcome for change in execution.changes()] == ["broken"]

@@ -108,7 +108,7 @@ def test_each_batch_is_logged_only_at_debug(lines: Lines, level: str) -> None:
         "event": "batch",
         "log_level": "debug",
         "model": "m",
-        "worker": "w/0",
+        "replica": "w/0",
         "batch": "1-0",
         "epoch": 1,
         "reason": "full",

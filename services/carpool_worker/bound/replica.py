@@ -1,7 +1,7 @@
 """A replica of a bound model: its model process, which has the states of sequences, and what is sent to it.
 
     inbox ──batches──▶ prepare ──frames──▶ model process ──outcome──▶ results ──commit──▶ Redis
-          ──ends─────────────────End─────▶
+          ──ends──────EndSequences─▶
 
 A batcher dispatches each batch to one process, which takes it from its inbox and sends it on at once: all in
 order, so that a slot is free before another sequence starts in it. Sequences that ended by a result, and not
@@ -42,8 +42,9 @@ LOST: Final = "sequence_id: its model process ended; begin it again with sequenc
 
 
 class BoundReplica(BatchReplica[Item]):
-    """See the module. It joins when its process is ready, in each of its lives: `member` has not joined, and
-    cannot be revived. `slots`: how many sequences the model process takes."""
+    """A batch replica that sends all at once, ends sequences, and begins another life when states are
+    lost. It joins when its process is ready, in each of its lives: `member` has not joined, and cannot be
+    revived. `slots`: how many sequences the model process takes."""
 
     _source: Inbox
 
@@ -97,7 +98,7 @@ class BoundReplica(BatchReplica[Item]):
         if example is not None and self.process.ready and self._first_unfinished() is None:
             self._send_example(example)
 
-    def _take_items(self, items: Sequence[Item]) -> None:
+    def _add_fetched(self, items: Sequence[Item]) -> None:
         self._is_quiet = self._is_marked and not items
         for item in items:
             if self.member.is_over:  # what is in the inbox is answered when this life ends
@@ -107,7 +108,7 @@ class BoundReplica(BatchReplica[Item]):
             elif isinstance(item, BatchLost):
                 self.member.is_over = True
             else:
-                self.take(item)
+                self.add_batch(item)
 
     def _prepare(self, execution: Execution) -> None:
         """Decode a batch and send it to the model process."""
@@ -211,7 +212,7 @@ class BoundReplica(BatchReplica[Item]):
             self._executions = tuple(pending)
             self._commit_finished()
         self._store.leave(self.name)  # its consumer, which had batches, is deleted
-        self._log.warning("sequences lost, joining again under another name", worker=self.name)
+        self._log.warning("sequences lost, joining again under another name", replica=self.name)
         self._life += 1
         self.member.name = name_of_life(self._first_name, self._life)
         self._source.start_over()

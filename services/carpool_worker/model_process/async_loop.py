@@ -23,7 +23,7 @@ from carpool_worker.model_process.raised import RaisedLog
 
 
 class AsyncFrameLoop:
-    """See the module."""
+    """Receives frames, executes each in a task of its event loop, and sends their outcomes as they come."""
 
     def __init__(
         self, sock: socket.socket, model: LoadedModel, raised: RaisedLog, calls: Calls | None = None

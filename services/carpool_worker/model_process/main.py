@@ -49,14 +49,14 @@ def main(argv: Sequence[str]) -> int:
     `argv`: the worker's PID, the descriptor of this process's socket, the model, the device, and the name of
     the replica.
     """
-    parent, descriptor, location, device, worker = argv
+    parent, descriptor, location, device, replica = argv
     die_with_parent(int(parent))
     keep_freed_memory()
     leave_signals_to_the_worker()
     sock = set_apart(int(descriptor))
     sender = MessageSender(sock)
     name = os.environ.get("CARPOOL_SERVED_MODEL", location)
-    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model", model=name, worker=worker)
+    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model", model=name, replica=replica)
     show_output()
     pool = None
     try:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         model = load_configured(location, device, Configuration.decode(payload))
         calls = _calls_of(model, name)
         if isinstance(model, LoadedModel) and model.beside is not None:
-            pool = _started_pool(model.beside, location, worker, bytes(payload))
+            pool = _started_pool(model.beside, location, replica, bytes(payload))
     except DecoderLoadError as error:
         reason = f"the model cannot be loaded in a decoder process: {error}"
         frames.send_load_result(sock, LoadFailed(reason, error.trace))
@@ -95,11 +95,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _started_pool(beside: Beside, location: str, worker: str, configuration: bytes) -> Pool:
+def _started_pool(beside: Beside, location: str, replica: str, configuration: bytes) -> Pool:
     """What decodes and encodes for a model. `configuration`: encoded. Raises DecoderLoadError."""
     new_caller: Callable[[], Caller] = partial(ThreadCaller, beside)
     if beside.in_processes:
-        new_caller = partial(ProcessCaller, location, worker, configuration)
+        new_caller = partial(ProcessCaller, location, replica, configuration)
     pool = Pool(beside.workers, new_caller)
     pool.start()
     return pool

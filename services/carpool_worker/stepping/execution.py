@@ -67,11 +67,12 @@ class Reader:
 
 
 class StepExecution:
-    """See the module. `key` is its number in the model process; `written` counts its chunks in Redis.
+    """One request in hand of a stepping model: what it emitted, and what of that is written.
 
-    `previous_chunks` are those of other processes, until they are sent to the next one. `result` is its final
-    result, once it ended. `is_answered`: a batcher answered it before this worker took it, so it only has to
-    be removed. `deaths_together`: how often its process or worker died while it was generated.
+    `key` is its number in the model process; `written` counts its chunks in Redis. `previous_chunks` are
+    those of other processes, until they are sent to the next one. `result` is its final result, once it
+    ended. `is_answered`: a batcher answered it before this worker took it, so it only has to be removed.
+    `deaths_together`: how often its process or worker died while it was generated.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class StepExecution:
         if self.result is not None and self.result.status == OK:  # it counts chunks that Redis has lost
             self.result = None
 
-    def take(self, advance: Advance, size: int, now_us: int) -> None:
+    def apply(self, advance: Advance, size: int, now_us: int) -> None:
         """What a step did for it and `size - 1` others."""
         if advance.has_ended:
             self.is_sent = False

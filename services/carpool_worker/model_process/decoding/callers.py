@@ -92,9 +92,9 @@ class ProcessCaller(Caller):
     ends a process again.
     """
 
-    def __init__(self, location: str, worker: str, configuration: bytes) -> None:
+    def __init__(self, location: str, replica: str, configuration: bytes) -> None:
         """Starts the process. Raises DecoderLoadError."""
-        self._process = DecoderProcess(location, worker, configuration)
+        self._process = DecoderProcess(location, replica, configuration)
         self._log = structlog.get_logger()
         self._process.start()
 
