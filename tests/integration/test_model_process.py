@@ -1026,12 +1026,12 @@ def test_unreadable_outcome_fails_its_batch_and_not_the_next(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = bench.take("a", "b"), bench.take("c")
-    take_outcome = bench.codec.give_results
+    give_results = bench.codec.give_results
 
     def raises(execution: Execution, *outcome: Any) -> None:
         if execution is first:
             raise KeyError("unforeseen")
-        take_outcome(execution, *outcome)
+        give_results(execution, *outcome)
 
     monkeypatch.setattr(bench.codec, "give_results", raises)
     assert bench.finish(first) == ["INTERNAL", "INTERNAL"]

@@ -7,8 +7,8 @@ from the scheduler how long a batch takes, when a process becomes free, and how 
 have unit tests (`test_latency.py`, `test_capacity.py`). For turns between tenants it checks that they are
 consistent over all lanes, and not one order.
 
-Here are the events, and what holds at any time. The reference, what it expects and what it checks of decisions
-are in `support.scheduler_reference`.
+Here are the events, and what holds at any time. The reference, what it expects and what it checks of
+decisions are in `support.scheduler_reference`.
 """
 
 from __future__ import annotations
