@@ -264,6 +264,11 @@ class Worker:
         member = Member(name, is_joined=False, can_be_revived=False)
         store = BoundStore(link, self._keys, self._clock)
         inbox_store = BoundStore(self._new_link("inbox"), self._keys, self._clock)
+
+        def join(name: str) -> None:
+            self._register(store)  # Redis may have been emptied
+            store.join(name, self._lease_ms)
+
         return BoundReplica(
             member,
             process,
@@ -273,8 +278,7 @@ class Worker:
             self._metrics,
             store=store,
             slots=slots,
-            lease_ms=self._lease_ms,
-            register=self._register,
+            join=join,
         )
 
     def _start_loop(self, loops: list[Loop], name: str, run_once: Callable[[], None]) -> None:

@@ -26,7 +26,6 @@ from carpool.errors import ABORTED, OK
 from carpool.process_names import name_of_life
 from carpool.store.bound import BoundStore
 from carpool.store.results import FencedError
-from carpool.store.worker import WorkerStore
 from carpool.wire.inbox import SequenceEnded
 from carpool_worker.batch_replica import BatchReplica
 from carpool_worker.bound.inbox import BatchLost, Inbox, Item
@@ -44,7 +43,8 @@ LOST: Final = "sequence_id: its model process ended; begin it again with sequenc
 class BoundReplica(BatchReplica[Item]):
     """A batch replica that sends all at once, ends sequences, and begins another life when states are
     lost. It joins when its process is ready, in each of its lives: `member` has not joined, and cannot be
-    revived. `slots`: how many sequences the model process takes."""
+    revived. `slots`: how many sequences the model process takes. `join`: registers the model, and joins
+    under this name."""
 
     _source: Inbox
 
@@ -59,16 +59,14 @@ class BoundReplica(BatchReplica[Item]):
         *,
         store: BoundStore,
         slots: int,
-        lease_ms: int,
-        register: Callable[[WorkerStore], None],
+        join: Callable[[str], None],
     ) -> None:
         super().__init__(member, process, codec, source, committer, store.clock, metrics)
         self._first_name = member.name
         self._life = 1
         self._store = store
         self._slots = slots
-        self._lease_ms = lease_ms
-        self._register = register
+        self._join_as = join
         self._sequences: set[str] = set()  # that have a slot, or were sent to get one
         self._is_marked = False  # as draining
         self._is_quiet = False  # nothing has come since
@@ -191,8 +189,7 @@ class BoundReplica(BatchReplica[Item]):
     # --- lives ---------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        self._register(self._store)  # Redis may have been emptied
-        self._store.join(self.name, self._lease_ms)
+        self._join_as(self.name)
         self.member.is_joined = True
 
     def _end_life(self) -> None:
