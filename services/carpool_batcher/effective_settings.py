@@ -85,8 +85,9 @@ class EffectiveSettings:
     def _check(self, values: Mapping[str, str], registration: Mapping[str, str]) -> ModelSettings:
         """These settings, whose custom policy is created, if they name one. Raises ValueError."""
         settings = ModelSettings.from_mapping(values)
-        settings.check_kind(ModelKind.of(values))
-        if ModelKind.of(registration) is ModelKind.BOUND:
+        kind = ModelKind.of(registration)  # an override cannot change it
+        settings.check_kind(kind)
+        if kind is ModelKind.BOUND:
             settings.check_slots(ModelSettings.from_mapping(registration).max_batch_size)
         policy = settings.policy
         if policy in POLICIES:

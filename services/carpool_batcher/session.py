@@ -29,6 +29,7 @@ from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
+from carpool_batcher.accounting import Accounting
 from carpool_batcher.backlog import PIECE_DECODED, Backlog
 from carpool_batcher.core.deadlines import NO_WORKER
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler, earlier
@@ -43,7 +44,6 @@ from carpool_batcher.entries import (
     bodies_waiting_since,
 )
 from carpool_batcher.meter import Meter
-from carpool_batcher.observer import Observer
 from carpool_batcher.ordering import ResultOrder
 from carpool_batcher.refusals import EarlyRefusals, divide
 
@@ -100,7 +100,7 @@ class Session:
         self._missing_batches = MissingBatches()
         self._missing_entries = MissingEntries()
         self._early = EarlyRefusals()
-        self._observer = Observer(meter, log, self.scheduler)
+        self._accounting = Accounting(meter, log, self.scheduler)
         now_us = clock.now_us()
         meter.activated(now_us)
         self.wake_at_us: int | None = now_us
@@ -131,7 +131,7 @@ class Session:
     def end(self) -> None:
         """Drop everything that was read: Redis has it all."""
         self._reader.end(self.subscription)
-        self._observer.end()
+        self._accounting.end()
 
     # --- one turn ------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Session:
         if len(decisions) > PIECE_DECODED:
             yield
         yield from self._apply(decisions, refusals, emptied, now_us)
-        self._observer.count_settled()
+        self._accounting.count_settled()
         if has_arrived:
             self._read_us = now_us
         self._plan_next_turn()
@@ -214,7 +214,7 @@ class Session:
                 event = event._replace(settled_us=settled_us)
             if is_awaited:
                 scheduler.learned.observe_delivery(now_us - settled_us)
-            self._observer.settled(event, batch)
+            self._accounting.settled(event, batch)
             scheduler.in_flight.settle(event)
             if event.executed and (event.cost or scheduler.learned.costs):
                 scheduler.observe_cost(batch.lane, event.executed, event.cost)
@@ -248,7 +248,7 @@ class Session:
         withdrawn = self.scheduler.carry_out_withdrawals(now_us)
         for batch_id, first, run in withdrawn.cancelled:  # their worker learns of it soon
             answers = list(_answers(first, run, now_us, *_WITHDRAWN))
-            self._observer.cancelled(self._answer_in_flight(batch_id, answers))
+            self._accounting.cancelled(self._answer_in_flight(batch_id, answers))
         refusals += withdrawn.refusals
         emptied += withdrawn.entries
 
@@ -306,7 +306,7 @@ class Session:
             ]
             yield
         if answered:
-            self._observer.refused(answered)
+            self._accounting.refused(answered)
         custom = scheduler.custom_policy
         if custom is not None and any(refusal.reason == "policy" for refusal in answered):
             policy = scheduler.settings.policy
@@ -332,7 +332,7 @@ class Session:
                 self._order.launched(batch.batch_id, batch.dispatch.runs)
                 dispatched.append(batch.dispatch)
         self._order.dispatched(tickets)
-        self._observer.dispatched(dispatched, self._clock.now_us())
+        self._accounting.dispatched(dispatched, self._clock.now_us())
         copies = remaining.finish()
         if copies:
             yield from self._refuse(copies)
@@ -354,7 +354,7 @@ class Session:
                 answer for first, run in runs for answer in _answers(first, run, now_us, status, detail)
             ]
             answered = self._answer_in_flight(batch_id, answers)
-            self._observer.expired(batch_id, runs, answered)
+            self._accounting.expired(batch_id, runs, answered)
             self.scheduler.in_flight.answered(run for first, run in runs if first in (answered or ()))
 
     def _answer_in_flight(self, batch_id: str, answers: Sequence[Answer]) -> set[int] | None:
@@ -392,7 +392,7 @@ class Session:
             scheduler.sequences.complete()  # the last unread one may have been removed
         self._order.refresh(snapshot, entries)
         self._renew_bodies(now_us)
-        self._observer.compared(snapshot.model_processes, now_us)
+        self._accounting.compared(snapshot.model_processes, now_us)
 
     def _renew_bodies(self, now_us: int) -> None:
         """Now and then: stored bodies must not expire while their requests wait."""

@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 
 from carpool.address import without_password
-from carpool.health import serve_health
+from carpool.health_server import serve_health
 from carpool.lifecycle import collect_garbage_rarely, keep_freed_memory, stop_on_signals
 from carpool.logs import configure_logs
 from carpool.process_names import new_process_name

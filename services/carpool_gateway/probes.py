@@ -15,7 +15,7 @@ _TEXT_HEADER: Final = b"content-type: text/plain; charset=utf-8\r\n"
 
 
 class Health(Protocol):
-    """The health of the gateway: see `carpool.health.Service`."""
+    """The health of the gateway: see `carpool.health_server.Service`."""
 
     def unhealthy(self) -> Sequence[str]: ...
     def unready(self) -> Sequence[str]: ...

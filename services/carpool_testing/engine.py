@@ -301,7 +301,7 @@ class BatchEngine(Engine):
             except Unhealthy as error:
                 self._fail(execution, frame, error)
             else:
-                self._take_outcome(execution, frame, outcome)
+                self._give_results(execution, frame, outcome)
         self._finish(execution)
 
     def _prepared(self, batch: Batch) -> Execution:
@@ -319,9 +319,9 @@ class BatchEngine(Engine):
             return execute_alone(self._model, frame.header, sent(), show)
         return execute_frame(self._model, frame.header, sent(), sent, show)
 
-    def _take_outcome(self, execution: Execution, frame: Frame, outcome: Executed) -> None:
+    def _give_results(self, execution: Execution, frame: Frame, outcome: Executed) -> None:
         header, payload = outcome
-        self._codec.take_outcome(execution, frame, header, b"".join(payload))
+        self._codec.give_results(execution, frame, header, b"".join(payload))
 
     def _fail(self, execution: Execution, frame: Frame, error: Unhealthy) -> None:
         """The model says that nothing works any more."""
@@ -418,7 +418,7 @@ class StepEngine(Engine):
         for advance in step.advances if step is not None else ():
             advanced = self._in_hand.get(advance.key)
             if advanced is not None and step is not None:
-                advanced.take(advance, step.size, now_us())
+                advanced.apply(advance, step.size, now_us())
 
     def _end(self, request: StepExecution, status: str, detail: str) -> None:
         if request.is_sent:

@@ -86,7 +86,8 @@ class ThreadSender:
 
 
 class WaitingEngine(BatchEngine):
-    """See the module. `on_finished` is called when a batch has been executed: another turn may be due."""
+    """A batch engine that executes in tasks or in a thread. `on_finished` is called when a batch has been
+    executed: another turn may be due."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class WaitingEngine(BatchEngine):
             except Unhealthy as error:
                 self._fail(execution, frame, error)
             else:
-                self._take_outcome(execution, frame, outcome)
+                self._give_results(execution, frame, outcome)
         self._finish(execution)
 
     async def _execute_waiting(self, batch: Batch, frame: Frame) -> Executed:

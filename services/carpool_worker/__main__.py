@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from carpool.health import serve_health
+from carpool.health_server import serve_health
 from carpool.keys import Keys
 from carpool.lifecycle import collect_garbage_rarely, keep_freed_memory, stop_on_signals
 from carpool.logs import configure_logs

@@ -7,18 +7,11 @@ Why: docs/decisions/0048.
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Final
-
-import structlog
 
 from carpool.messages.batches import Batch
-
-SUMMARY_INTERVAL_S: Final = 1.0
+from carpool_worker.summary_log import SummaryLog
 
 
 class _Totals:
@@ -35,16 +28,12 @@ class _Totals:
         self.compute_us_total = self.compute_us_max = 0
 
 
-class BatchLog:
+class BatchLog(SummaryLog):
     """One for a worker. Its committers call `committed`, and its main thread `summarize_if_due`."""
 
     def __init__(self, model: str, worker: str) -> None:
-        self._worker = worker
-        self._log = structlog.get_logger().bind(model=model)
-        self._is_debug = self._log.is_enabled_for(logging.DEBUG)
-        self._lock = threading.Lock()
+        super().__init__(model, worker)
         self._totals = _Totals()
-        self._summarized_at_s = time.monotonic()
 
     def committed(
         self,
@@ -88,23 +77,12 @@ class BatchLog:
                 compute_ms=compute_us / 1000,
                 epoch=batch.epoch,
                 dead=dead,
-                worker=replica,
+                replica=replica,
             )
 
-    def bind(self, **fields: str) -> None:
-        """All lines have these fields from now on."""
-        self._log = self._log.bind(**fields)
-
-    def summarize_if_due(self) -> None:
-        """Log a summary, if the last was a second ago."""
-        if time.monotonic() - self._summarized_at_s >= SUMMARY_INTERVAL_S:
-            self.summarize()
-
-    def summarize(self) -> None:
-        """Log what was committed since the last summary in one line; nothing if nothing was."""
+    def _summarize(self) -> None:
         with self._lock:
             totals, self._totals = self._totals, _Totals()
-            self._summarized_at_s = time.monotonic()
         if totals.batches:
             self._log.info(
                 "batches",

@@ -14,6 +14,7 @@ from typing import Any
 from carpool.clock import RedisClock
 from carpool.parts import Buffer
 from carpool.shown import trace_of
+from carpool_worker.batch_sources import Source
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Example, Execution
@@ -22,12 +23,12 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import OutcomeHeader
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import IDS_SHOWN_MAX, Item, ReplicaLoop, shown_requests
-from carpool_worker.sources import Source
 from carpool_worker.succession import Limits
 
 
 class BatchReplica(ReplicaLoop[Item]):
-    """See the module."""
+    """A replica loop with executions in hand: adds batches, and makes results of outcomes. When batches are
+    fetched, sent and committed is its subclasses' to decide."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class BatchReplica(ReplicaLoop[Item]):
 
     # --- batches -------------------------------------------------------------------------------------------
 
-    def take(self, execution: Execution) -> None:
+    def add_batch(self, execution: Execution) -> None:
         """Take a batch that was fetched or reclaimed, and decode it."""
         self._executions = (*self._executions, execution)  # renewed from now on: decoding may take long
         batch = execution.batch
@@ -68,7 +69,7 @@ class BatchReplica(ReplicaLoop[Item]):
         """Ask for more. Whether a batch was taken at once, from a dead worker or process."""
         reclaimed = self._source.start()
         for execution in reclaimed:
-            self.take(execution)
+            self.add_batch(execution)
         return bool(reclaimed)
 
     @abstractmethod
@@ -95,7 +96,7 @@ class BatchReplica(ReplicaLoop[Item]):
     # --- the model process ---------------------------------------------------------------------------------
 
     def _is_idle(self) -> bool:
-        if self._executed() is not None or self.retirement.tried is not None or self.process.has_backlog:
+        if self._executed() is not None or self.retirement.tried is not None or self.process.has_unsent:
             return False
         return not self.succession.leaves_first or self._first_unfinished() is None
 
@@ -113,7 +114,7 @@ class BatchReplica(ReplicaLoop[Item]):
         self.retirement.example_sent(example)
         self.process.send(example.header, example.payload)
 
-    def _take_message(self) -> None:
+    def _receive_message(self) -> None:
         received = self.process.receive()
         if received is None:
             return
@@ -125,7 +126,7 @@ class BatchReplica(ReplicaLoop[Item]):
             return
         execution = self._execution_of(outcome)
         if execution is not None:
-            self._take_outcome(execution, outcome, payload)
+            self._handle_outcome(execution, outcome, payload)
 
     def _execution_of(self, outcome: OutcomeHeader) -> Execution | None:
         """The execution whose frame has this outcome; None if it is not in hand any more."""
@@ -133,18 +134,18 @@ class BatchReplica(ReplicaLoop[Item]):
         assert execution is not None  # the process handle compares the numbers of frames and outcomes
         return execution
 
-    def _take_outcome(self, execution: Execution, outcome: OutcomeHeader, payload: Buffer) -> None:
+    def _handle_outcome(self, execution: Execution, outcome: OutcomeHeader, payload: Buffer) -> None:
         """The process has executed the first frame of this execution."""
         frame = execution.frames[0]
         self.succession.executed(outcome.size)
         execution.executed_ns = time.monotonic_ns()
         try:
             self._log_raised(outcome.errors)
-            self._codec.take_outcome(execution, frame, outcome, payload)
+            self._codec.give_results(execution, frame, outcome, payload)
         except Exception as error:  # an unforeseen case: the outcome is not sent again
             self._log.error(
                 "results of the model process unreadable",
-                worker=self.name,
+                replica=self.name,
                 **self._shown(),
                 exception=trace_of(error),
             )

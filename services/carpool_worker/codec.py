@@ -131,7 +131,7 @@ class Codec:
         raising = self._raising if len(self._raising) else None
         size_max = self.batch_size_max
         is_divided = size_max is not None and execution.batch.size > size_max  # dispatched for other workers
-        for start, run in zip(execution.batch.starts, execution.batch.runs, strict=True):
+        for start, run in zip(execution.batch.first_positions, execution.batch.runs, strict=True):
             positions: Sequence[int] = range(start, start + len(run.correlation_ids))
             if execution.answered_before:
                 positions = [position for position in positions if position not in execution.answered_before]
@@ -246,14 +246,14 @@ class Codec:
         """A decoded body, padded to buckets, and its true sizes. Raises InvalidArgumentError if it is too
         large."""
         layouts, data = decoded
-        pieces = [data] if len(layouts) == 1 else data
+        by_input = [data] if len(layouts) == 1 else data
         found: list[Layout] = []
         padded: list[Buffer] = []
         sizes: dict[str, list[int]] = {}
-        for spec, (name, datatype, shape), piece in zip(self.inputs, layouts, pieces, strict=True):
+        for spec, (name, datatype, shape), content in zip(self.inputs, layouts, by_input, strict=True):
             bucket = padded_shape(spec, shape)
             found.append((name, datatype, bucket))
-            padded.append(pad_bytes(spec, shape, bucket, piece) if spec.buckets else piece)
+            padded.append(pad_bytes(spec, shape, bucket, content) if spec.buckets else content)
             if spec.buckets:
                 sizes[name] = true_sizes(spec, shape)
         return (tuple(found), padded[0] if len(layouts) == 1 else padded), sizes
@@ -404,7 +404,7 @@ class Codec:
 
     # --- outcomes -> results -------------------------------------------------------------------------------
 
-    def take_outcome(
+    def give_results(
         self, execution: Execution, frame: Frame, outcome: OutcomeHeader, payload: Buffer
     ) -> None:
         """Give each request of an executed frame its result."""
@@ -435,26 +435,26 @@ class Codec:
                 execution.dead_letter(succeeded[index], reason)
             succeeded = [position for index, position in enumerate(succeeded) if index not in failures]
         if self._initial_state:
-            payload = self._take_states(execution, succeeded, payload)
+            payload = self._keep_states(execution, succeeded, payload)
         if outcome.layouts:
-            self._take_rows(execution, succeeded, outcome.layouts, payload)
+            self._give_rows(execution, succeeded, outcome.layouts, payload)
         else:
             values = _unpack(payload)
             if len(values) != len(succeeded):
                 raise RuntimeError(f"{len(values)} results for {len(succeeded)} requests")  # never
             for run, start, indexes in _by_run(execution, succeeded):
                 run_values = values[indexes.start : indexes.stop]
-                self._take_values(execution, run, start, succeeded[indexes.start : indexes.stop], run_values)
+                self._give_values(execution, run, start, succeeded[indexes.start : indexes.stop], run_values)
 
-    def _take_states(self, execution: Execution, positions: Sequence[int], payload: Buffer) -> Buffer:
-        """Take the new states of these requests from a payload. Returns its other part."""
+    def _keep_states(self, execution: Execution, positions: Sequence[int], payload: Buffer) -> Buffer:
+        """Keep the new states of these requests, which are in a payload. Returns its other part."""
         row_bytes = len(self._initial_state)
         results, rows = frames.divide_payload(payload, row_bytes * len(positions))
         for index, position in enumerate(positions):
             execution.states[position] = bytes(rows[index * row_bytes : (index + 1) * row_bytes])
         return results
 
-    def _take_rows(
+    def _give_rows(
         self, execution: Execution, positions: Sequence[int], layouts: Sequence[Layout], payload: Buffer
     ) -> None:
         """Stacked results. One tensor in msgpack or octet-stream is a head and a row: no decoding."""
@@ -470,7 +470,7 @@ class Codec:
             if head is None:
                 arrays = arrays or frames.unstack(layouts, len(positions), payload, to_be_sent)
                 run_values = [_row(arrays, index) for index in indexes]
-                self._take_values(execution, run, start, positions[indexes.start : indexes.stop], run_values)
+                self._give_values(execution, run, start, positions[indexes.start : indexes.stop], run_values)
                 continue
             if 0 < row_bytes <= execution.batch.max_result_bytes - len(head):
                 rows = Rows(head, view[indexes.start * row_bytes : indexes.stop * row_bytes], row_bytes)
@@ -479,9 +479,9 @@ class Codec:
             bodies = [
                 b"".join((head, view[index * row_bytes : (index + 1) * row_bytes])) for index in indexes
             ]
-            _take_bodies(execution, run, start, positions[indexes.start : indexes.stop], bodies, wanted)
+            _give_bodies(execution, run, start, positions[indexes.start : indexes.stop], bodies, wanted)
 
-    def _take_values(
+    def _give_values(
         self,
         execution: Execution,
         run: BatchedRun,
@@ -495,14 +495,14 @@ class Codec:
             if self._has_bytes and (wanted or content_type) == JSON:
                 values = [_for_json(value) for value in values]
             bodies = [encode_or_error(content_type, wanted, value) for value in values]
-            _take_bodies(execution, run, start, positions, bodies, wanted)
+            _give_bodies(execution, run, start, positions, bodies, wanted)
             return
         shown = [_shown_as(content_type, value) for value in values]
         for position, value in zip(positions, shown, strict=True):
             chosen_type = result_type(content_type, wanted, value, has_tensors=self.has_tensors)
             is_for_json = self._has_bytes and chosen_type == JSON
             body = encode_or_error(chosen_type, "", _for_json(value) if is_for_json else value)
-            _take_bodies(execution, run, start, [position], [body], chosen_type)
+            _give_bodies(execution, run, start, [position], [body], chosen_type)
 
 
 class _ResultHead(NamedTuple):
@@ -579,17 +579,17 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[Batche
     """The runs of the requests at these ascending positions, each with its first position in the batch, and
     the indexes in `positions` of its requests."""
     batch, count = execution.batch, len(positions)
-    starts, runs = batch.starts, batch.runs
+    first_positions, runs = batch.first_positions, batch.runs
     if count == batch.size:  # the usual case: all of them
         return [
             (run, start, range(start, start + len(run.correlation_ids)))
-            for run, start in zip(runs, starts, strict=True)
+            for run, start in zip(runs, first_positions, strict=True)
         ]
     found: list[tuple[BatchedRun, int, range]] = []
     index = number = 0
     while index < count:
-        number = bisect_right(starts, positions[index], number) - 1
-        run, start = runs[number], starts[number]
+        number = bisect_right(first_positions, positions[index], number) - 1
+        run, start = runs[number], first_positions[number]
         size = len(run.correlation_ids)
         stop = index + 1 if size == 1 else bisect_left(positions, start + size, index)
         found.append((run, start, range(index, stop)))
@@ -597,7 +597,7 @@ def _by_run(execution: Execution, positions: Sequence[int]) -> list[tuple[Batche
     return found
 
 
-def _take_bodies(
+def _give_bodies(
     execution: Execution,
     run: BatchedRun,
     start: int,
@@ -743,7 +743,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _payload(layouts: Sequence[Layout], values: list[Any]) -> list[Any]:
-    """The decoded bodies of requests as the payload of a frame, in pieces."""
+    """The decoded bodies of requests as the payload of a frame, in parts."""
     if not layouts:
         return _array_of_packed(values)
     if len(layouts) == 1:
@@ -752,5 +752,5 @@ def _payload(layouts: Sequence[Layout], values: list[Any]) -> list[Any]:
 
 
 def _array_of_packed(values: Sequence[bytes]) -> list[bytes]:
-    """A msgpack array of values that are already packed, in pieces."""
+    """A msgpack array of values that are already packed, in parts."""
     return [b"\xdd" + len(values).to_bytes(4, "big"), *values]

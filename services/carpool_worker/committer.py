@@ -124,12 +124,12 @@ class Committer:
         executed.
         """
         execution.separate()
-        start = Start(position, execution.starts.get(position, 0) + 1)
+        start = Start(position, execution.start_counts.get(position, 0) + 1)
         try:
             self._answer(execution, list(execution.results.keys() - execution.answered_ahead), start)
         except CommandError as error:
             raise _fenced_if_emptied(execution, error) from error
-        execution.starts[position] = start.number
+        execution.start_counts[position] = start.number
 
     def _answer(self, execution: Execution, positions: list[int], starting: Start | None) -> None:
         addresses = addresses_of(execution.batch)

@@ -25,22 +25,22 @@ from typing import Any, Final
 from carpool.clock import RedisClock
 from carpool.parts import Buffer
 from carpool_worker.batch_replica import BatchReplica
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.frames import Cancel, OutcomeHeader
+from carpool_worker.model_process.frames import OutcomeHeader, WithdrawCalls
 from carpool_worker.process_handle import ProcessHandle
-from carpool_worker.replica import Replica
 from carpool_worker.replica_loop import WAIT_S
-from carpool_worker.sources import Fetcher
+from carpool_worker.serial_replica import SerialReplica
 
 ANSWERED_INTERVAL_S: Final = 0.25  # how often it is looked which requests were answered ahead
 
 
-class ConcurrentReplica(Replica):
-    """See the module."""
+class ConcurrentReplica(SerialReplica):
+    """A serial replica that has up to `batches_max` executions sent at a time, with outcomes in any order."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ConcurrentReplica(Replica):
         self._batches_max = batches_max
         self._calls_others = calls_others
         self._sent: dict[int, Execution] = {}  # by the number of the frame: what is executed, oldest first
-        self._taken: Execution | None = None  # the one whose outcome is being taken
+        self._handled: Execution | None = None  # the one whose outcome is being handled
         self._looked_at_s = 0.0
         self._cancelled: dict[int, set[int]] = {}  # by frame: the positions of which the process was told
 
@@ -87,7 +87,7 @@ class ConcurrentReplica(Replica):
         space = self._batches_max - len(self._executions)
         reclaimed = self._fetcher.start(-(-space // max(1, self.member.model_processes)))
         for execution in reclaimed:
-            self.take(execution)
+            self.add_batch(execution)
         return bool(reclaimed)
 
     def _first_suspect(self) -> Execution | None:
@@ -148,14 +148,14 @@ class ConcurrentReplica(Replica):
         execution = self._sent.pop(outcome.number)
         return execution if execution in self._executions else None
 
-    def _take_outcome(self, execution: Execution, outcome: OutcomeHeader, payload: Buffer) -> None:
-        self._taken = execution
-        BatchReplica._take_outcome(self, execution, outcome, payload)
-        self._taken = None
+    def _handle_outcome(self, execution: Execution, outcome: OutcomeHeader, payload: Buffer) -> None:
+        self._handled = execution
+        BatchReplica._handle_outcome(self, execution, outcome, payload)
+        self._handled = None
 
     def _log_raised(self, errors: Mapping[str, Sequence[int]]) -> None:
         """With an outcome only what it says was raised: the rest is of frames that are still executed."""
-        if self._taken is None:
+        if self._handled is None:
             super()._log_raised(errors)
             return
         told = self.process.raised
@@ -164,7 +164,7 @@ class ConcurrentReplica(Replica):
         self.process.raised = [raised for raised in told if raised.error not in errors]
 
     def _executed(self) -> Execution | None:
-        return self._taken or super()._executed()
+        return self._handled or super()._executed()
 
     def _suspect(self, cause: str) -> dict[str, Any]:
         """The requests of all frames that were executed are to be executed again one at a time."""
@@ -200,4 +200,4 @@ class ConcurrentReplica(Replica):
     def _cancel(self, number: int, positions: Sequence[int], answered: set[int]) -> None:
         indexes = [index for index, position in enumerate(positions) if position in answered]
         if indexes:
-            self.process.send_message(Cancel(number, indexes).message())
+            self.process.send_message(WithdrawCalls(number, indexes).message())

@@ -116,7 +116,7 @@ class DryRun:
             else:
                 header, payload = execute_alone(self._model, frame.header, given, self._keep)
             self.has_changed_inputs = self.has_changed_inputs or given != sent()
-            self._codec.take_outcome(execution, frame, header, b"".join(payload))
+            self._codec.give_results(execution, frame, header, b"".join(payload))
             datatypes.add(header.layouts[0][1] if len(header.layouts) == 1 else "")
         execution.separate()
         datatypes = {spec.datatype for spec in self._model.outputs} or datatypes
@@ -172,10 +172,10 @@ class DryRun:
                 stepper.admit(admit, bytearray().join(body.payload))
         while stepper.has_next and generated.steps < STEPS_MAX:
             step = stepper.advance()
-            generated.take(step)
+            generated.add(step)
             if step is not None:
                 for advance in step.advances:
-                    requests[advance.key].take(advance, step.size, 0)
+                    requests[advance.key].apply(advance, step.size, 0)
         stepper.close()
         for request in requests:
             if request.result is None:
@@ -210,7 +210,7 @@ class _Generated:
         self.steps = 0
         self.compute_us = 0
 
-    def take(self, step: Step | None) -> None:
+    def add(self, step: Step | None) -> None:
         """A step. None: it changed nothing."""
         self.steps += step is None or step.has_stepped
         if step is not None:

@@ -37,7 +37,7 @@ class Frame(NamedTuple):
 
     Normally the whole batch. Where declared tensors vary in shape, one frame for each shape; in a suspect
     execution (one of its requests may have killed a process or a worker), one for each request, built when it
-    is its turn. `positions` ascend. The payload is in pieces, so that large bodies are not copied.
+    is its turn. `positions` ascend. The payload is in parts, so that large bodies are not copied.
     `is_apart`: the model is expected to raise on it (`codec`).
     """
 
@@ -74,7 +74,7 @@ class Execution:
     batch: Batch
     answered_before: frozenset[int] = frozenset()  # positions that had a result when this worker took it
     deaths: dict[int, int] = field(default_factory=dict)  # processes that died while executing this position
-    starts: dict[int, int] = field(default_factory=dict)  # how often each position was started, as in Redis
+    start_counts: dict[int, int] = field(default_factory=dict)  # of each position, as in Redis
     undecoded: deque[int] = field(default_factory=deque)  # of a suspect: positions that have no frame yet
     cause_of_death: str = ""  # of the last process
     frames: list[Frame] = field(default_factory=list)
@@ -162,9 +162,9 @@ class Execution:
 
     def locate(self, position: int) -> tuple[BatchedRun, int]:
         """The run of the request at this position, and the request's index in it. O(log runs)."""
-        starts = self.batch.starts
-        number = bisect_right(starts, position) - 1
-        return self.batch.runs[number], position - starts[number]
+        first_positions = self.batch.first_positions
+        number = bisect_right(first_positions, position) - 1
+        return self.batch.runs[number], position - first_positions[number]
 
     def split(self, frame: Frame, cause: str = "") -> None:
         """The model process died on this frame: each of its requests is to be decoded again, by itself."""
@@ -306,7 +306,9 @@ class Execution:
         if self.results:
             for result in self.results.values():
                 statuses[result.status] = statuses.get(result.status, 0) + 1
-            by_number = Counter([bisect_right(self.batch.starts, position) - 1 for position in self.results])
+            by_number = Counter(
+                [bisect_right(self.batch.first_positions, position) - 1 for position in self.results]
+            )
             by_run += [(self.batch.runs[at], number) for at, number in by_number.items()]
         return ResultCounts(statuses, by_run)
 

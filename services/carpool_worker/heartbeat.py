@@ -20,10 +20,10 @@ import structlog
 
 from carpool.store.worker import WorkerStore
 from carpool_worker.committer import trim_dead_letters
+from carpool_worker.member import BEATS_PER_LEASE
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.replica_loop import AnyReplica
 
-BEATS_PER_LEASE: Final = 3
 MEMORY_INTERVAL_S: Final = 2.0
 TRIM_INTERVAL_S: Final = 60.0  # dead letters become too old
 

@@ -10,8 +10,8 @@ from typing import Final, Self
 from carpool.errors import UnavailableError
 from carpool.keys import Keys, loading_key
 from carpool.store.connection import CommandError, Link
+from carpool_worker.member import BEATS_PER_LEASE
 
-BEATS_PER_LEASE: Final = 3
 LISTED_MS: Final = 3_600_000  # the names of models that were loaded last are forgotten then
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+BEATS_PER_LEASE: Final = 3  # how often a lease is renewed while it lasts
+
 
 class Member:
     """One for all parts of a replica, and for the heartbeat, which renews its lease while it `is_joined`.

@@ -41,7 +41,7 @@ PARAMETER_BYTES_MAX: Final = 1024 * 1024
 _ONNX: Final = "onnx:"
 
 
-class Entry(NamedTuple):
+class DeclaredModel(NamedTuple):
     """A model as it is declared, before a command line is taken into account. None: not declared."""
 
     location: str
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
     device: str | None = None
 
 
-def read_model_file(path: Path) -> dict[str, Entry]:
+def read_model_file(path: Path) -> dict[str, DeclaredModel]:
     """The models of a file, by name. Raises ValueError, which names the file and the key."""
     table, folder = read_toml(path), path.resolve().parent
     if "models" not in table:
@@ -82,7 +82,7 @@ def read_parameter(path: Path, source: str) -> Parameter:
     return Parameter(_read(path).strip(), source, str(Path.cwd()), is_secret=True)
 
 
-def read_entry(table: Mapping[str, Any], folder: Path, where: str) -> Entry:
+def read_entry(table: Mapping[str, Any], folder: Path, where: str) -> DeclaredModel:
     """A model from its table. `folder`: where paths start. `where` begins each error: the file and the table.
 
     Raises ValueError.
@@ -102,7 +102,7 @@ def read_entry(table: Mapping[str, Any], folder: Path, where: str) -> Entry:
         if not isinstance(file, str):
             raise ValueError(f"{where}parameter_files.{name}: {file!r:.80} must be the path of a file")
         parameters[name] = read_parameter(folder / file, source)
-    return Entry(
+    return DeclaredModel(
         _located(location, folder),
         folder,
         parameters,

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
 
-from carpool.descriptors import wait_until_ready
+from carpool.descriptor_wait import wait_until_ready
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.prometheus import OF_WEB_PROGRAMS
 from carpool_worker.devices import with_threads
@@ -69,7 +69,7 @@ class ProcessHandle:
     """One model process. `start` is `spawn` and `wait_ready`. To replace it, `hang_up`, and do both once it
     `has_ended`.
 
-    Sending never waits. What does not fit into the pipe is the backlog, which `flush` goes on sending once
+    Sending never waits. What does not fit into the pipe stays unsent until `flush`, which is called once
     `descriptor` is writable. A worker that waited here would not receive outcomes meanwhile, and the process
     cannot take the next frame before it has sent its outcome: both would wait. Frames for a process that has
     ended are lost, and `receive` reports it.
@@ -86,14 +86,14 @@ class ProcessHandle:
         *,
         configuration: Configuration | None = None,
         processes: int = 1,
-        worker: str = "",
+        replica: str = "",
     ) -> None:
         """`load_s_max`: how long the model may take to load; None: without a limit. `configuration`: what it
-        is loaded with. `processes`: how many share the CPUs, this one included. `worker`: the name of the
-        replica, for the log."""
+        is loaded with. `processes`: how many share the CPUs, this one included. `replica`: its name, for the
+        log."""
         self._location = location
         self._configuration = (configuration or Configuration()).encode()
-        self._worker = worker
+        self._replica = replica
         self.device = device
         self._load_s_max = load_s_max
         self._sharing = processes
@@ -103,7 +103,7 @@ class ProcessHandle:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._reader: MessageReader | None = None
-        self._backlog: deque[Buffer] = deque()
+        self._unsent: deque[Buffer] = deque()
         self.descriptor: int | None = None  # the socket to wait on; None until started, and after `close`
         self.ready = False  # the model is loaded
         self.on_measured: Callable[[Measured], None] = _ignore  # is told what the model measures of itself
@@ -117,7 +117,7 @@ class ProcessHandle:
     def new_like(self) -> ProcessHandle:
         """A handle for another process of the same model on the same device. It is not started."""
         new = ProcessHandle(
-            self._location, self.device, self._load_s_max, processes=self._sharing, worker=self._worker
+            self._location, self.device, self._load_s_max, processes=self._sharing, replica=self._replica
         )
         new._configuration = self._configuration
         new.on_measured = self.on_measured
@@ -140,7 +140,7 @@ class ProcessHandle:
         ours, theirs = socket.socketpair()
         for sock in (ours, theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        arguments = [str(os.getpid()), str(theirs.fileno()), self._location, self.device, self._worker]
+        arguments = [str(os.getpid()), str(theirs.fileno()), self._location, self.device, self._replica]
         # -P: nothing is imported from the working directory, where files of any name may be.
         command = [sys.executable, "-P", "-m", "carpool_worker.model_process.main", *arguments]
         self._process = subprocess.Popen(
@@ -154,7 +154,7 @@ class ProcessHandle:
         self.descriptor = ours.fileno()
         self._sent, self.has_measured = 0, False
         self._unanswered.clear()
-        self._backlog.clear()
+        self._unsent.clear()
         self._spawned_s, self._ended_because = time.monotonic(), ""
         self.send_message((CONFIGURATION,), self._configuration)
 
@@ -164,7 +164,7 @@ class ProcessHandle:
             self.check_loading()
             left_s = self._load_s_left()
             assert self.descriptor is not None  # it was started
-            writers = [self.descriptor] if self.has_backlog else []
+            writers = [self.descriptor] if self.has_unsent else []
             wait_s = _ALIVE_S if left_s is None else min(_ALIVE_S, left_s)
             if wait_until_ready([self.descriptor], writers, wait_s)[1]:
                 self.flush()
@@ -220,9 +220,9 @@ class ProcessHandle:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def has_backlog(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether frames wait until the pipe has room."""
-        return bool(self._backlog)
+        return bool(self._unsent)
 
     @property
     def has_buffered(self) -> bool:
@@ -230,7 +230,7 @@ class ProcessHandle:
         return self._reader is not None and self._reader.has_buffered
 
     def send(self, header: FrameHeader, *payload: Buffer) -> int:
-        """Send a frame, or put what does not fit into the pipe into the backlog. Returns its number."""
+        """Send a frame, or keep unsent what does not fit into the pipe. Returns its number."""
         self._sent += 1
         self._unanswered[self._sent] = (header, payload)
         self.send_message((*header[:-1], self._sent), *payload)
@@ -242,19 +242,19 @@ class ProcessHandle:
         self.flush()
 
     def put_message(self, header: object, *payload: Buffer) -> None:
-        """Add a message to the backlog only: `flush` sends it, together with others."""
-        self._backlog += message_parts(header, *payload)
+        """Add a message to what is unsent only: `flush` sends it, together with others."""
+        self._unsent += message_parts(header, *payload)
 
     def flush(self) -> None:
         """Send what the pipe has room for."""
-        backlog, sock = self._backlog, self._sock
+        unsent, sock = self._unsent, self._sock
         try:
-            while backlog and sock is not None:
-                drop_sent(backlog, sock.sendmsg(islice(backlog, PARTS_MAX), (), socket.MSG_DONTWAIT))
+            while unsent and sock is not None:
+                drop_sent(unsent, sock.sendmsg(islice(unsent, PARTS_MAX), (), socket.MSG_DONTWAIT))
         except BlockingIOError:
             return
         except OSError:
-            backlog.clear()
+            unsent.clear()
 
     def receive(self) -> tuple[OutcomeHeader, Buffer] | None:
         """The outcome of the oldest frame that has none, of an async model of any; None if it has not
@@ -335,7 +335,7 @@ class ProcessHandle:
         except (StrayBytesError, LookupError, TypeError, ValueError):
             structlog.get_logger().error(
                 "model wrote into the connection to its worker, ending its process",
-                worker=self._worker,
+                replica=self._replica,
                 pid=self.pid,
             )
             self._end(_WROTE)

@@ -15,9 +15,10 @@ from typing import Any, Final, Generic, TypeVar
 
 import structlog
 
-from carpool.descriptors import wait_until_ready
+from carpool.descriptor_wait import wait_until_ready
 from carpool.messages.batches import Batch
 from carpool.shown import shortened
+from carpool_worker.batch_sources import Source
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution
 from carpool_worker.execution_watch import Due, ExecutionWatch
@@ -26,7 +27,6 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.frames import Failure, ProcessGoneError
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.retirement import Retirement
-from carpool_worker.sources import Source
 from carpool_worker.succession import Succession
 
 WAIT_S: Final = 0.5  # a drain is noticed after this time
@@ -108,7 +108,7 @@ class ReplicaLoop(ABC, Generic[Item]):
             self._watch.observe(None, None, now_s)
         elif due is Due.REPORT:
             passed_s = round(self._watch.passed_s(now_s))
-            self._log.warning("model process still executes", worker=self.name, seconds=passed_s)
+            self._log.warning("model process still executes", replica=self.name, seconds=passed_s)
 
     def _wait(self) -> None:
         """Wait for the model process, for the reply to a fetch, or until something is due; take what came."""
@@ -118,11 +118,11 @@ class ReplicaLoop(ABC, Generic[Item]):
         is_received = process_fd is not None and self._is_receiving()
         readers = [process_fd] if process_fd is not None and is_received else []
         readers += [] if source_fd is None else [source_fd]
-        writers = [process_fd] if process_fd is not None and process.has_backlog else []
+        writers = [process_fd] if process_fd is not None and process.has_unsent else []
         successor = self.succession.loading
         if successor is not None and successor.descriptor is not None:
             readers.append(successor.descriptor)
-            writers += [successor.descriptor] if successor.has_backlog else []
+            writers += [successor.descriptor] if successor.has_unsent else []
         has_outcome = is_received and process.has_buffered
         is_due = has_outcome or (source.waiting and source_fd is None)
         try:
@@ -141,7 +141,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         if has_outcome or has_ended or (process_fd is not None and process_fd in readable):
             self._receive()
         if source.waiting and (source_fd is None or source_fd in readable):
-            self._take_items(source.finish())
+            self._add_fetched(source.finish())
         elif source.waiting:
             source.check_overdue()
 
@@ -154,9 +154,9 @@ class ReplicaLoop(ABC, Generic[Item]):
         """Receive what the model process sent, or that a new one is ready, or that it died."""
         try:
             if self.process.ready:
-                self._take_message()
+                self._receive_message()
             elif self.process.receive_ready() is not None:
-                self._log.info("model process replaced", worker=self.name, pid=self.process.pid)
+                self._log.info("model process replaced", replica=self.name, pid=self.process.pid)
         except ProcessGoneError:
             if not self._closing:  # else this worker closed the connection: no request is the cause
                 self._replace_process()
@@ -166,7 +166,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         cause = self.process.exit_cause()
         self._metrics.process_died()
         self._log_raised({})
-        self._log.error("model process died", worker=self.name, how=cause, **self._suspect(cause))
+        self._log.error("model process died", replica=self.name, how=cause, **self._suspect(cause))
         self._let_go_of_process()
         self.process.hang_up()
 
@@ -174,7 +174,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         """Replace a process because all that it executes fails. What is in hand is not suspect."""
         self._log.error(
             "model process retired, all that it executes fails",
-            worker=self.name,
+            replica=self.name,
             pid=self.process.pid,
             batches=self.retirement.failed_batches,
         )
@@ -203,7 +203,7 @@ class ReplicaLoop(ABC, Generic[Item]):
             more = {"left_out": raised.left_out} if raised.left_out else {}
             self._log.error(
                 "model raised",
-                worker=self.name,
+                replica=self.name,
                 error=raised.error,
                 **(self._shown(concerned) if concerned else self._shown()),
                 **more,
@@ -233,11 +233,11 @@ class ReplicaLoop(ABC, Generic[Item]):
         return True
 
     @abstractmethod
-    def _take_message(self) -> None:
+    def _receive_message(self) -> None:
         """Take the next message of the model process, if it has arrived. Raises ProcessGoneError."""
 
     @abstractmethod
-    def _take_items(self, items: Sequence[Item]) -> None:
+    def _add_fetched(self, items: Sequence[Item]) -> None:
         """Take what the source has brought."""
 
     @abstractmethod

@@ -19,7 +19,7 @@ from carpool.settings import NO_OPTIONS, ModelOptions
 from carpool_worker.devices import devices
 from carpool_worker.model_file import (
     SUFFIX,
-    Entry,
+    DeclaredModel,
     read_model_file,
     read_parameter,
     read_settings_of,
@@ -53,7 +53,7 @@ class _Named(NamedTuple):
 
     name: str
     spec: str
-    entry: Entry
+    entry: DeclaredModel
 
 
 def served_models(
@@ -83,7 +83,7 @@ def served_models(
 
 def served_model(
     name: str,
-    entry: Entry,
+    entry: DeclaredModel,
     options: ModelOptions,
     *,
     spec: str = "",
@@ -119,7 +119,7 @@ def _named(spec: str) -> Iterator[_Named]:
         file, key = location, ""
     elif not (colon and file.endswith(SUFFIX)):
         served_as, location = model_name(spec)
-        yield _Named(served_as, spec, Entry(location))
+        yield _Named(served_as, spec, DeclaredModel(location))
         return
     entries = read_model_file(Path(file))
     if key and key not in entries:

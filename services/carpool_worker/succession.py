@@ -183,7 +183,7 @@ class Succession:
             self._warned_of_bytes = limit_bytes
             self._log.warning(
                 "max_process_memory has no effect, the model takes as much as soon as it is loaded",
-                worker=name,
+                replica=name,
                 max_process_memory=limit_bytes,
                 resident_bytes=loaded_bytes,
             )
@@ -198,7 +198,7 @@ class Succession:
         self._leaves_first = not has_space_beside(device, resident, memory.available_bytes(), use)
         self._log.info(
             "model process has become old, another takes its place",
-            worker=name,
+            replica=name,
             pid=self._process.pid,
             reason=reason,
             requests=self._requests,
@@ -260,7 +260,7 @@ class Succession:
         except ModelLoadError as error:
             self._log.error(
                 "model cannot be loaded again, keeping the old process",
-                worker=name,
+                replica=name,
                 reason=str(error),
                 **error.logged_trace(),
             )
@@ -292,7 +292,7 @@ class Succession:
         self._start_over(self._successor_bytes)
         self._is_full = False
         self._on_replaced(self._reason)
-        self._log.info("model process replaced", worker=name, pid=self._process.pid)
+        self._log.info("model process replaced", replica=name, pid=self._process.pid)
 
     def _abandon(self) -> None:
         """The process stays, or another one takes its place in another way."""

@@ -2,9 +2,9 @@
 
     worker process, one thread for each loop          | model process: the package model_process
                                                       |
-    Redis -> sources.py ---v                          |
-                  replica.py -> process_handle.py <---|---> frame_loop.py -> executor.py
-    Redis <- committer.py -^                          |     main.py loads the user's model
+    Redis -> batch_sources.py -v                      |
+           serial_replica.py -> process_handle.py <---|---> frame_loop.py -> executor.py
+    Redis <- committer.py -----^                      |     main.py loads the user's model
     Redis <- heartbeat.py                             |
                                                   frames.py: what crosses the boundary
     execution.py  a batch in hand, fetch to commit
@@ -45,25 +45,25 @@ from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
 from carpool_worker.batch_log import BatchLog
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.bound.inbox import Inbox
 from carpool_worker.bound.replica import BoundReplica
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.concurrent_replica import ConcurrentReplica
 from carpool_worker.devices import threads_of
-from carpool_worker.heartbeat import BEATS_PER_LEASE, Heartbeat
+from carpool_worker.heartbeat import Heartbeat
 from carpool_worker.loading import LoadingNotice
-from carpool_worker.member import Member
+from carpool_worker.member import BEATS_PER_LEASE, Member
 from carpool_worker.memory import FamilyMemory, gpu_use
 from carpool_worker.meter import MemoryGauges, WorkerMetrics
 from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.registrar import Registrar
-from carpool_worker.replica import Replica
 from carpool_worker.replica_loop import AnyReplica
 from carpool_worker.retirement import LastSuccess
-from carpool_worker.sources import Fetcher
+from carpool_worker.serial_replica import SerialReplica
 from carpool_worker.stepping.log import StepLog
 from carpool_worker.stepping.replica import FETCH_BLOCK_MS, StepReplica
 
@@ -104,7 +104,7 @@ class Worker:
                 load_s_max,
                 configuration=configuration,
                 processes=len(devices),
-                worker=replica_name(self._name, index),
+                replica=replica_name(self._name, index),
             )
             for index, device in enumerate(devices)
         ]
@@ -142,27 +142,15 @@ class Worker:
             process.spawn()
         descriptions = [process.wait_ready() for process in self._processes]
         ready = descriptions[0]  # all are of the same model
-        self._replicas = [
-            self._new_replica(replica_name(self._name, index), process, ready)
-            for index, process in enumerate(self._processes)
-        ]
-        last_success, turn = LastSuccess(), threading.Lock()
-        for replica in self._replicas:
-            replica.retirement.last_success = last_success
-            replica.succession.turn = turn
-        for name, setting in ready.misspelt.items():
-            self._log.warning(
-                "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
-            )
-        for doubt in ModelSettings.from_mapping(ready.settings).doubts():
-            self._log.warning("setting of the model may be a mistake", reason=doubt)
-        declared = encode_registration(
-            ready.settings, ready.inputs, ready.outputs, ready.kind, ready.parameters, ready.version
-        )
+        self._make_replicas(ready)
+        self._tell_doubts(ready)
         self._metrics.set_version(ready.version)
         if ready.version:
             self._batch_log.bind(version=ready.version)
             self._step_log.bind(version=ready.version)
+        declared = encode_registration(
+            ready.settings, ready.inputs, ready.outputs, ready.kind, ready.parameters, ready.version
+        )
         self._registrar = Registrar(self._name, declared)
         self._limit_batches(self._registrar)
         self._heartbeat = Heartbeat(
@@ -176,11 +164,7 @@ class Worker:
         )
         if not self._wait_for_redis(stop):
             return
-        self._start_loop(self._heartbeats, "heartbeat", self._heartbeat.run_once)
-        for replica in self._replicas:
-            self._start_loop(self._replica_loops, f"replica {replica.name}", replica.run_once)
-        self._join(self._store)
-        self._waiting_for = ""
+        self._start_loops()
         self._log.info(
             "worker ready",
             worker=self._name,
@@ -190,6 +174,33 @@ class Worker:
             load_s=round(time.monotonic() - started_s, 2),
             **{name: text for name, text in declared.items() if text != _DEFAULTS.get(name)},
         )
+
+    def _make_replicas(self, ready: Ready) -> None:
+        self._replicas = [
+            self._new_replica(replica_name(self._name, index), process, ready)
+            for index, process in enumerate(self._processes)
+        ]
+        last_success, turn = LastSuccess(), threading.Lock()
+        for replica in self._replicas:
+            replica.retirement.last_success = last_success
+            replica.succession.turn = turn
+
+    def _tell_doubts(self, ready: Ready) -> None:
+        """Warn of what the model declares that may be a mistake."""
+        for name, setting in ready.misspelt.items():
+            self._log.warning(
+                "attribute of the model ignored", reason=f"{name} is not a setting; did you mean {setting}?"
+            )
+        for doubt in ModelSettings.from_mapping(ready.settings).doubts():
+            self._log.warning("setting of the model may be a mistake", reason=doubt)
+
+    def _start_loops(self) -> None:
+        """The heartbeat first. The batcher counts the replicas once they have joined."""
+        self._start_loop(self._heartbeats, "heartbeat", self._heartbeat.run_once)
+        for replica in self._replicas:
+            self._start_loop(self._replica_loops, f"replica {replica.name}", replica.run_once)
+        self._join(self._store)
+        self._waiting_for = ""
 
     def _wait_for_redis(self, stop: threading.Event) -> bool:
         """Register and beat once, as soon as Redis permits it. False if `stop` was set before."""
@@ -233,7 +244,7 @@ class Worker:
                 calls_others=ready.wants_callers,
             )
         if not is_stepping:
-            return Replica(member, process, codec, source, committer, clock, metrics)
+            return SerialReplica(member, process, codec, source, committer, clock, metrics)
         return StepReplica(
             member,
             process,
@@ -253,6 +264,11 @@ class Worker:
         member = Member(name, is_joined=False, can_be_revived=False)
         store = BoundStore(link, self._keys, self._clock)
         inbox_store = BoundStore(self._new_link("inbox"), self._keys, self._clock)
+
+        def join(name: str) -> None:
+            self._register(store)  # Redis may have been emptied
+            store.join(name, self._lease_ms)
+
         return BoundReplica(
             member,
             process,
@@ -262,8 +278,7 @@ class Worker:
             self._metrics,
             store=store,
             slots=slots,
-            lease_ms=self._lease_ms,
-            register=self._register,
+            join=join,
         )
 
     def _start_loop(self, loops: list[Loop], name: str, run_once: Callable[[], None]) -> None:

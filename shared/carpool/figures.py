@@ -61,7 +61,7 @@ class Stepping(NamedTuple):
     chunk_gap_p99_ms: float | None = None
 
 
-class Sequences(NamedTuple):
+class SequenceFigures(NamedTuple):
     """What only a model with sequences has."""
 
     kept: int
@@ -112,7 +112,7 @@ class Figures(NamedTuple):
     policy: str | None = None  # the one in force
     missed: Mapping[str, Requests] = {}  # deadlines, by cause (`carpool_batcher.core.missed_deadlines`)
     stepping: Stepping | None = None  # None: it is not a stepping model, or no batcher reports that it is
-    sequences: Sequences | None = None  # None: it has no sequences, or no batcher reports any
+    sequences: SequenceFigures | None = None  # None: it has no sequences, or no batcher reports any
     failed: Mapping[str, Requests] = {}  # answered with an error by workers, by status
     last_error: str = ""  # what the model raised last, such as `KeyError at model.py:14`
     last_error_s: float | None = None  # how long ago that was
@@ -208,7 +208,7 @@ def _stepping(base: BatcherReport, report: BatcherReport, over_s: float) -> Step
     )
 
 
-def _sequences(base: BatcherReport, report: BatcherReport, over_s: float) -> Sequences | None:
+def _sequences(base: BatcherReport, report: BatcherReport, over_s: float) -> SequenceFigures | None:
     now, before = report.sequences, base.sequences or SequencesReport(0, 0, 0, 0, 0)
     if now is None:
         return None
@@ -216,7 +216,7 @@ def _sequences(base: BatcherReport, report: BatcherReport, over_s: float) -> Seq
     def counted(total: int, earlier: int) -> Requests:
         return Requests(total, _per_s(total - earlier, over_s) or 0.0)
 
-    return Sequences(
+    return SequenceFigures(
         now.kept,
         now.waiting_to_start,
         counted(now.started, before.started),

@@ -112,7 +112,8 @@ class Keys:
 
     @property
     def workers(self) -> str:
-        """Sorted set: live model processes, scored by the time (ms, Redis's clock) their lease ends."""
+        """Sorted set: the names of replicas, not of workers, scored by the time (ms, Redis's clock) at which
+        their leases end."""
         return self._of("workers")
 
     @property

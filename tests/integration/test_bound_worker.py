@@ -140,7 +140,7 @@ def test_slot_of_a_request_that_failed_is_free(played: Played, body: str, status
     played.heard(process, ("A", "1"), ("B", "2"))
     ids = played.dispatch(process, ("a", body))
     assert played.answers(ids) == [status]
-    logged = [(line["worker"], line["correlation_ids"]) for line in worker.events("model raised")]
+    logged = [(line["replica"], line["correlation_ids"]) for line in worker.events("model raised")]
     assert logged == ([(process, ids)] if body == '"raise"' else [])
     played.wait_for_hook("end a")
     assert played.heard(process, ("C", "3"), ("b", "4")) == [[digest("c", [3]), 0], [digest("b", [2, 4]), 1]]
@@ -180,7 +180,7 @@ def test_model_process_dies_and_joins_under_another_name(played: Played, tmp_pat
     assert other == f"{process}.2"
     assert played.heard(other, ("a", "3")) == [ABORTED]  # it does not have it
     (died,) = worker.events("model process died")
-    assert (died["model"], died["worker"], died["correlation_ids"]) == (MODEL, process, executed)
+    assert (died["model"], died["replica"], died["correlation_ids"]) == (MODEL, process, executed)
     assert played.heard(other, ("A", "4")) == [[digest("a", [4]), 0]]
     assert played.stack.pending(MODEL) == 0
 

@@ -55,7 +55,7 @@ def test_model_that_raises_does_not_look_healthy(stack: Stack) -> None:
     first = logged[0]
     assert (first["service"], first["model"], first["level"]) == ("worker", "Faulty", "error")
     assert (first["requests"], len(first["correlation_ids"])) == (1, 1)
-    assert first["worker"] in stack.live_workers("Faulty") and first["batch"]
+    assert first["replica"] in stack.live_workers("Faulty") and first["batch"]
 
 
 def test_what_batchers_refuse_and_overrides_are_in_models(stack: Stack) -> None:
@@ -99,5 +99,5 @@ def test_generator_that_raises(stack: Stack) -> None:
     assert state["failed"] == {"INTERNAL": 1}
     (line,) = stack.served_by("countdown").events("model raised")
     assert (line["model"], line["correlation_ids"]) == ("countdown", ["mine"])
-    assert line["worker"] and line["batch"]
+    assert line["replica"] and line["batch"]
     assert line["error"] == state["last_error"]

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from carpool.health import CONNECTIONS_MAX, HealthServer
+from carpool.health_server import CONNECTIONS_MAX, HealthServer
 from carpool.service_metrics import CommonMetrics
 from support.waiting import wait_until
 

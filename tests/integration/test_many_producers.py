@@ -109,7 +109,7 @@ async def test_fifty_producers_ten_thousand_requests(stack: Stack) -> None:
     assert sum(batch["size"] for batch in batches) == report.ok
     assert max(batch["size"] for batch in batches) <= Hashing.max_batch_size
     assert {batch["epoch"] for batch in batches} == {1}
-    assert len({batch["worker"] for batch in batches}) == 2
+    assert len({batch["replica"] for batch in batches}) == 2
     assert report.ok / len(batches) > 4, "fifty producers share batches"
 
     # Expect: nothing waits, is in flight or pending, and only the keys that PROTOCOL.md lists have no TTL

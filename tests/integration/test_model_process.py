@@ -24,7 +24,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from carpool.clock import RedisClock
-from carpool.descriptors import wait_until_ready
+from carpool.descriptor_wait import wait_until_ready
 from carpool.lifecycle import Loop
 from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import JSON, MSGPACK
@@ -33,7 +33,8 @@ from carpool.rows import Body
 from carpool.store.results import FencedError
 from carpool.wire.bodies import decode_body, encode_body
 from carpool.wire.tensors import TensorSpec
-from carpool_worker import process_handle, replica, retirement
+from carpool_worker import process_handle, retirement, serial_replica
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
@@ -49,8 +50,7 @@ from carpool_worker.model_process.frames import (
     unpack_values,
 )
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
-from carpool_worker.replica import Replica
-from carpool_worker.sources import Fetcher
+from carpool_worker.serial_replica import SerialReplica
 from support.forking import forked_children
 from support.stack import RESULT_S
 from support.waiting import Stopwatch, wait_until
@@ -283,7 +283,7 @@ def handles(models: Path) -> Iterator[Start]:
     made: list[ProcessHandle] = []
 
     def make(name: str) -> ProcessHandle:
-        made.append(ProcessHandle(f"{models}:{name}", "cpu", worker="worker/0"))
+        made.append(ProcessHandle(f"{models}:{name}", "cpu", replica="worker/0"))
         return made[-1]
 
     yield make
@@ -492,7 +492,7 @@ def test_a_model_that_writes_into_the_connection_while_it_loads_is_reported(
 ) -> None:
     with capture_logs() as logs, pytest.raises(ModelLoadError, match="its model wrote into the connection"):
         process_of("WritesWhileLoading").start()
-    assert [line["worker"] for line in logs if line["event"] == WROTE] == ["worker/0"]
+    assert [line["replica"] for line in logs if line["event"] == WROTE] == ["worker/0"]
 
 
 @pytest.mark.usefixtures("forked")
@@ -583,7 +583,7 @@ class Bench:
     def __init__(self, process: ProcessHandle) -> None:
         self.codec = Codec(process.start())
         self.fetcher, self.committer = FakeFetcher(), FakeCommitter()
-        self.replica = Replica(
+        self.replica = SerialReplica(
             Member("worker/0"),
             process,
             self.codec,
@@ -617,7 +617,7 @@ class Bench:
     def take(self, *bodies: Any, **more: Any) -> Execution:
         """Give the replica an execution with these bodies, whether it asked for it or not."""
         execution = self.execution_of(*bodies, **more)
-        self.replica.take(execution)
+        self.replica.add_batch(execution)
         return execution
 
     def has_fetched(self, times: int) -> bool:
@@ -645,7 +645,7 @@ class Bench:
 
 @pytest.fixture
 def bench_of(process_of: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Bench]]:
-    monkeypatch.setattr(replica, "WAIT_S", 0.01)
+    monkeypatch.setattr(serial_replica, "WAIT_S", 0.01)
     benches: list[Bench] = []
 
     def make(name: str) -> Bench:
@@ -853,7 +853,7 @@ def test_a_model_that_writes_into_its_connection_ends_its_process_and_no_other_r
     assert letter.attempts == 2 and letter.reason.endswith(
         "its model wrote into the connection to its worker"
     )
-    assert [line["worker"] for line in logs if line["event"] == WROTE] == ["worker/0"] * 2
+    assert [line["replica"] for line in logs if line["event"] == WROTE] == ["worker/0"] * 2
 
 
 def test_a_thread_of_a_model_that_writes_while_nothing_is_executed_ends_the_process(
@@ -1026,14 +1026,14 @@ def test_unreadable_outcome_fails_its_batch_and_not_the_next(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = bench.take("a", "b"), bench.take("c")
-    take_outcome = bench.codec.take_outcome
+    give_results = bench.codec.give_results
 
     def raises(execution: Execution, *outcome: Any) -> None:
         if execution is first:
             raise KeyError("unforeseen")
-        take_outcome(execution, *outcome)
+        give_results(execution, *outcome)
 
-    monkeypatch.setattr(bench.codec, "take_outcome", raises)
+    monkeypatch.setattr(bench.codec, "give_results", raises)
     assert bench.finish(first) == ["INTERNAL", "INTERNAL"]
     assert bench.finish(second) == ["C"]
 
@@ -1092,7 +1092,7 @@ def test_line_with_a_traceback_names_the_batch_and_the_requests_on_which_the_mod
     assert line == {
         "event": "model raised",
         "log_level": "error",
-        "worker": "worker/0",
+        "replica": "worker/0",
         "batch": "1-0",
         "requests": 1,
         "correlation_ids": ["1-0:1"],
@@ -1299,4 +1299,4 @@ def test_frames_and_outcomes_larger_than_the_pipe(
             for got, array in zip(bench.finish(execution), arrays, strict=True):
                 np.testing.assert_array_equal(got, array * 2)
             assert not execution.deaths
-        assert not bench.replica.process.has_backlog
+        assert not bench.replica.process.has_unsent

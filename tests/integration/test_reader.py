@@ -22,7 +22,7 @@ from carpool.store.reader import (
     OversizedEntry,
     ReadResult,
     ReadSizes,
-    Stream,
+    StreamCursor,
     StreamReader,
     Subscription,
     _Watch,
@@ -37,7 +37,7 @@ STEPS: Final = 300
 # Until what was added is read. Entries of models that became idle meanwhile are read one at a time, and each
 # ends a wait at once.
 READS_MAX: Final = 100
-LATEST_STREAMS: Final[dict[str, Stream]] = {}  # by name; for a planted fault
+LATEST_STREAMS: Final[dict[str, StreamCursor]] = {}  # by name; for a planted fault
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_each_entry_is_read_once_and_in_order(embedded: EmbeddedRedis, redis: An
     run_at_random(embedded.url, redis, seed)
 
 
-def forget_the_cursor(self: Stream, entries: list[Any], asked_after: bytes) -> list[Any]:
+def forget_the_cursor(self: StreamCursor, entries: list[Any], asked_after: bytes) -> list[Any]:
     self.after = entries[-1][0]
     return entries
 
@@ -204,7 +204,7 @@ def move_at_once(self: Any, subscription: Subscription) -> None:
 original_adopt: Final = _Watch.adopt
 
 
-def deliver_to_the_latest(self: Any, reply: Any) -> list[tuple[Stream, list[Any]]]:
+def deliver_to_the_latest(self: Any, reply: Any) -> list[tuple[StreamCursor, list[Any]]]:
     found = []
     for name, entries in reply:
         stream = LATEST_STREAMS[name.decode()]
@@ -226,7 +226,7 @@ def do_not_follow_up(self: Any, covered: list[tuple[Subscription, bool, bool]]) 
 original_cover: Final = _Watch._cover
 FAULTS: Final[dict[str, tuple[Any, str, Any]]] = {
     "a model that became busy is not read where no request is awaited": (_Watch, "covers_all", True),
-    "both connections deliver the same entries": (Stream, "unread", forget_the_cursor),
+    "both connections deliver the same entries": (StreamCursor, "unread", forget_the_cursor),
     "a model is left out before the other connection reads it": (_Watch, "covers", lambda *_: True),
     "a reply counts for a later subscription": (_Xread, "unread", deliver_to_the_latest),
     "an awaited batch that settles does not end a wait": (_Watch, "_cover", await_nothing_settled),

@@ -29,14 +29,14 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_worker import committer as committing
 from carpool_worker import process_handle
 from carpool_worker.batch_log import BatchLog
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import EXPIRED, Execution
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process_handle import ProcessHandle
-from carpool_worker.replica import Replica
-from carpool_worker.sources import Fetcher
+from carpool_worker.serial_replica import SerialReplica
 from support.forking import forked_children
 
 LEASE_MS: Final = 60_000  # longer than a test
@@ -477,7 +477,7 @@ class Service:
         self.fetcher = Fetcher(member, self.stores[0], LEASE_MS, lambda store: None, self.metrics)
         self.committer = Committer(member, self.stores[1], self.metrics, BatchLog("m", consumer))
         codec = Codec(self.process.start())
-        self.replica = Replica(
+        self.replica = SerialReplica(
             member, self.process, codec, self.fetcher, self.committer, self.stores[0].clock, self.metrics
         )
 

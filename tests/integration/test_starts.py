@@ -20,10 +20,10 @@ from carpool.store.connection import Link, LinkError
 from carpool.store.worker import WorkerStore
 from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
+from carpool_worker.batch_sources import Reclaimer
 from carpool_worker.committer import Committer
 from carpool_worker.execution import DEATHS_MAX, Execution
 from carpool_worker.member import Member
-from carpool_worker.sources import Reclaimer
 from support.flaky_link import FlakyLink
 from support.wire import flat_of
 

@@ -42,6 +42,7 @@ from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.committer import Committer
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
@@ -49,7 +50,6 @@ from carpool_worker.model_process.frames import ProcessGoneError, Raised
 from carpool_worker.model_process.model import SteppingModel, load_model
 from carpool_worker.model_process.stepping.frames import Admit, Configure, Drop, Step, read_worker_message
 from carpool_worker.model_process.stepping.stepper import Stepper
-from carpool_worker.sources import Fetcher
 from carpool_worker.stepping import replica as step_replica
 from carpool_worker.stepping import writer as step_writer
 from carpool_worker.stepping.log import StepLog
@@ -73,7 +73,7 @@ class ProcessInside:
         self._model = model
         self._ours, self._theirs = socket.socketpair()
         self.descriptor: int | None = self._ours.fileno()
-        self.has_backlog = False
+        self.has_unsent = False
         self.pid = 1
         self.alive = True  # its connection says when it has ended
         self.is_dead = False
@@ -408,7 +408,7 @@ def test_request_of_a_sequence_is_rejected() -> None:
     """It was dispatched when a model that keeps states had this name."""
     worker = Worker("redis://127.0.0.1:1", "w")
     execution = execution_of(run_of_sequence("a", 1, starts=True))
-    worker.replica._take([execution])
+    worker.replica._add_requests([execution])
     worker.close()
     assert execution.results[0].status == ABORTED
     assert [change.outcome for change in execution.changes()] == ["broken"]

@@ -138,7 +138,7 @@ def finish(codec: Codec, execution: Execution, predict: Callable[..., Any]) -> l
     while not execution.is_finished:
         if execution.undecoded and not codec.prepare_next(execution, NOW_US):
             continue
-        codec.take_outcome(execution, execution.frames[0], *executed(codec, execution.frames[0], predict))
+        codec.give_results(execution, execution.frames[0], *executed(codec, execution.frames[0], predict))
         del execution.frames[0]
     execution.separate()
     assert execution.results.keys() == set(range(len(execution.batch.requests)))
@@ -150,7 +150,7 @@ def finish_with_states(
 ) -> dict[str, tuple[Result, SequenceChange]]:
     """Execute all frames. Returns the result of each sequence's request, and what it does to the sequence."""
     while execution.frames:
-        codec.take_outcome(execution, execution.frames[0], *executed_by(model, execution.frames[0]))
+        codec.give_results(execution, execution.frames[0], *executed_by(model, execution.frames[0]))
         del execution.frames[0]
     execution.separate()
     changes = {change.correlation_id: change for change in execution.changes()}

@@ -11,7 +11,7 @@ import structlog
 
 from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages.batches import Batch, BatchedRun
-from carpool_batcher.observer import AnswerLog
+from carpool_batcher.accounting import AnswerLog
 from carpool_worker.batch_log import BatchLog
 
 Lines = list[MutableMapping[str, Any]]
@@ -108,7 +108,7 @@ def test_each_batch_is_logged_only_at_debug(lines: Lines, level: str) -> None:
         "event": "batch",
         "log_level": "debug",
         "model": "m",
-        "worker": "w/0",
+        "replica": "w/0",
         "batch": "1-0",
         "epoch": 1,
         "reason": "full",

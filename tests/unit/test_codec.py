@@ -91,7 +91,7 @@ def test_result_contains_batch_size_queue_and_compute_time() -> None:
     codec = codec_of()
     execution = prepared(codec, request_of(1), request_of(2))
     header, payload = executed(codec, execution.frames[0], echo)
-    codec.take_outcome(execution, execution.frames[0], header._replace(compute_us=1234), payload)
+    codec.give_results(execution, execution.frames[0], header._replace(compute_us=1234), payload)
     assert execution.compute_us == 1234
     for result in execution.results.values():
         assert (result.status, result.detail) == ("OK", None)
@@ -112,7 +112,7 @@ def test_compute_time_accumulates_over_the_frames_of_an_execution() -> None:
     execution = prepared(codec, request_of([1]), request_of([1, 2]))
     for frame in execution.frames:
         header, payload = executed(codec, frame, echo)
-        codec.take_outcome(execution, frame, header._replace(compute_us=100), payload)
+        codec.give_results(execution, frame, header._replace(compute_us=100), payload)
     execution.separate()
     assert [execution.results[position].compute_us for position in (0, 1)] == [100, 200]
 
@@ -125,7 +125,7 @@ def test_requests_were_executed_together_if_each_frame_was_executed_normally(
     execution = prepared(codec, request_of([1]), request_of([1, 2]))
     for frame, number in zip(execution.frames, of_frames, strict=True):
         header, payload = executed(codec, frame, echo)
-        codec.take_outcome(execution, frame, header._replace(executed_together=number), payload)
+        codec.give_results(execution, frame, header._replace(executed_together=number), payload)
     assert execution.executed_together == together
     execution.deaths[0] = 1  # from now on its requests are executed one at a time
     assert execution.executed_together == 0
@@ -830,7 +830,7 @@ def test_outcome_of_another_frame_is_an_error() -> None:
     execution = prepared(codec, request_of([1]), request_of([1, 2]))
     outcome = executed(codec, execution.frames[1], echo)
     with pytest.raises(RuntimeError, match="another frame"):
-        codec.take_outcome(execution, execution.frames[0], *outcome)
+        codec.give_results(execution, execution.frames[0], *outcome)
     assert not execution.results
 
 
@@ -839,7 +839,7 @@ def test_outcome_with_a_wrong_number_of_results_is_an_error() -> None:
     execution = prepared(codec, request_of(1), request_of(2))
     header = OutcomeHeader(first=0, size=2, number=1, compute_us=0, failures={})
     with pytest.raises(RuntimeError, match="1 results for 2 requests"):
-        codec.take_outcome(execution, execution.frames[0], header, bytearray(frames.pack_values([1])))
+        codec.give_results(execution, execution.frames[0], header, bytearray(frames.pack_values([1])))
 
 
 # --- the limit of a result ---------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def execute(codec: Codec, execution: Execution) -> None:
         if execution.undecoded and not codec.prepare_next(execution, NOW_US):
             continue
         frame = execution.frames.pop(0)
-        codec.take_outcome(execution, frame, *executed(codec, frame, predict))
+        codec.give_results(execution, frame, *executed(codec, frame, predict))
 
 
 def read(execution: Execution, answered: frozenset[int] = frozenset()) -> dict[str, tuple[Any, ...]]:
@@ -282,7 +282,7 @@ def test_process_that_dies_after_columns_keeps_them() -> None:
     long = [encode_body(MSGPACK, array_of(number, 3)) for number in (5, 6)]
     execution = prepared(codec, run_of(rows_of([0, 1]), "a"), run_of([*long], "b"))
     first, second = execution.frames
-    codec.take_outcome(execution, first, *executed(codec, first, predict))
+    codec.give_results(execution, first, *executed(codec, first, predict))
     del execution.frames[0]
     execution.split(second)
     assert [list(of.positions) for of in execution.run_results] == [[0, 1]]

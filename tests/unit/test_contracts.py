@@ -30,7 +30,7 @@ FORBIDDEN_IMPORTS: Final = (
     ("carpool_batcher.core", "carpool_batcher.meter"),
     ("carpool_worker.model_process", "redis"),
     ("carpool_worker.model_process", "carpool_worker.replica_loop"),
-    ("carpool_worker.model_process", "carpool.health"),
+    ("carpool_worker.model_process", "carpool.health_server"),
     ("carpool_worker", "carpool_worker.model_process.executor"),
     ("carpool.store", "hiredis"),
     ("carpool_worker", "prometheus_client"),

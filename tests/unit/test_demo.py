@@ -23,7 +23,7 @@ from carpool.model_settings import ModelKind
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.demo import listening, writing
 from carpool_cli.demo.docsearch import DocSearch
-from carpool_cli.demo.measure import Run, TimedRequest, WorkerLog, percentile, same_answer, send_all
+from carpool_cli.demo.measure import SendingRun, TimedRequest, WorkerLog, percentile, same_answer, send_all
 from carpool_cli.demo.report import REASON_MEANINGS, Measured, show_figures
 from carpool_cli.demo.scenario import Scenario
 from carpool_cli.local import paste
@@ -121,7 +121,7 @@ def test_percentiles_are_among_the_values() -> None:
 
 def test_mean_batch_is_the_mean_over_batches_not_requests() -> None:
     sizes = [4] * 4 + [2] * 2 + [1]
-    run = Run([TimedRequest(None, reply(None, size), 0.001) for size in sizes], 0.5)
+    run = SendingRun([TimedRequest(None, reply(None, size), 0.001) for size in sizes], 0.5)
     assert run.mean_batch == pytest.approx(7 / 3)
     assert run.per_second == 14.0
 
@@ -294,8 +294,8 @@ def test_each_dispatch_reason_is_explained() -> None:
 
 def test_figures_compare_the_runs_and_explain_the_reasons() -> None:
     pipe = io.StringIO()
-    concurrent = Run([TimedRequest(None, reply(None, 4), 0.02)] * 8, 0.1)
-    sequential = Run([TimedRequest(None, reply(None, 1), 0.01)] * 4, 0.2)
+    concurrent = SendingRun([TimedRequest(None, reply(None, 4), 0.02)] * 8, 0.1)
+    sequential = SendingRun([TimedRequest(None, reply(None, 1), 0.01)] * 4, 0.2)
     reasons = Counter(full=3, idle=1, other=1)
     show_figures(Measured(8, concurrent, sequential, [0.05, 0.05], reasons), Screen(pipe))
     lines = pipe.getvalue().splitlines()
@@ -380,11 +380,13 @@ def scenario() -> Scenario:
     return Scenario(supervisor, Screen(io.StringIO()), 100, 8, keep=False)
 
 
-def run_with(outcomes: Sequence[Any]) -> Run:
-    return Run([TimedRequest(f"query {number}", one, 0.001) for number, one in enumerate(outcomes)], 1.0)
+def run_with(outcomes: Sequence[Any]) -> SendingRun:
+    return SendingRun(
+        [TimedRequest(f"query {number}", one, 0.001) for number, one in enumerate(outcomes)], 1.0
+    )
 
 
-def check(scenario: Scenario, run: Run) -> list[str]:
+def check(scenario: Scenario, run: SendingRun) -> list[str]:
     scenario._check_results(run)
     scenario._compare_sample(run, cast(DocSearch, FakeModel()))
     return scenario.problems

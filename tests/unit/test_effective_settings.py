@@ -197,3 +197,11 @@ def test_more_slots_than_a_bound_model_declares_are_rejected(settings: Effective
     assert settings.read(snapshot(bound, max_batch_size="17"), None).max_batch_size == 16
     assert settings.rejected_settings == "max_batch_size: 17 is more than the 16 slots of a process"
     assert settings.read(snapshot(max_batch_size="17"), None).max_batch_size == 17
+
+
+def test_override_does_not_change_of_which_kind_a_model_is(settings: EffectiveSettings) -> None:
+    assert settings.read(snapshot(stepping="true", max_queue_delay_ms="5"), None).max_queue_delay_ms == 5
+    assert not settings.rejected_settings
+    stepping = snapshot({"stepping": "true"}, stepping="false", max_queue_delay_ms="5")
+    assert settings.read(stepping, None).max_queue_delay_ms == 0
+    assert settings.rejected_settings.startswith("max_queue_delay_ms: a stepping model forms no batches")

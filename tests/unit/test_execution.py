@@ -49,7 +49,7 @@ def test_second_death_dead_letters_the_request_with_a_reason() -> None:
     execution.split(execution.frames[0])
     assert codec.prepare_next(execution, NOW_US)
     (first,) = execution.frames
-    codec.take_outcome(execution, first, *executed(codec, first, echo))
+    codec.give_results(execution, first, *executed(codec, first, echo))
     del execution.frames[0]
     assert codec.prepare_next(execution, NOW_US)
     execution.split(execution.frames[0])
@@ -117,7 +117,7 @@ def test_requests_that_were_refused_or_not_decoded_are_told_by_producer() -> Non
     ]
     execution = prepared(codec, *requests)
     (frame,) = execution.frames
-    codec.take_outcome(execution, frame, *executed_by(model, frame))
+    codec.give_results(execution, frame, *executed_by(model, frame))
     assert sorted(execution.executed_by_producer()) == [
         ExecutedOf(("a", "s"), 4, 2),  # the model executed the one that it answered with an error
         ExecutedOf(("c", "s"), 1, 0),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 
-from carpool.health import HealthServer
+from carpool.health_server import HealthServer
 from carpool_cli.__main__ import main
 
 

@@ -513,29 +513,3 @@ async def test_models_of_an_async_client_call_others() -> None:
         bodies = [{"model": "Picky", "body": number} for number in range(6)]
         both = [client.infer_many(ask, bodies) for ask in ("Ask", "AskPlain")]
         assert await asyncio.gather(*both) == [[2 * number for number in range(6)]] * 2
-
-
-class Beside:
-    """Decodes, pads and encodes."""
-
-    max_batch_size = 4
-    decode_in = "processes"
-    decoded = (TensorSpec("letters", "INT64", (-1,), buckets=[4], lengths="lengths"),)
-
-    def decode(self, body: str, request: RequestInfo) -> Any:
-        if body == "bad":
-            raise ValueError("not decoded")
-        return np.array([ord(letter) for letter in body])
-
-    def predict(self, batch: dict[str, Any]) -> list[Any]:
-        return [row[:length].tolist() for row, length in zip(batch["letters"], batch["lengths"], strict=True)]
-
-    def encode(self, result: list[int]) -> str:
-        return "".join(map(chr, result)).upper()
-
-
-def test_a_model_that_decodes_and_encodes_does_so_here() -> None:
-    with LocalClient({"beside": Beside}) as client:
-        assert client.infer_many("beside", ["a", "bc", "def"]) == ["A", "BC", "DEF"]
-        with pytest.raises(InvalidArgumentError, match="not decoded"):
-            client.infer("beside", "bad")

@@ -41,7 +41,7 @@ def test_requests_of_several_lengths_are_one_batch_and_results_have_their_length
     (frame,) = execution.frames
     header, payload = executed_by(model, frame)
     assert header.executed_together == len(bodies)
-    codec.take_outcome(execution, frame, header, payload)
+    codec.give_results(execution, frame, header, payload)
     execution.separate()
     for position, body in enumerate(bodies):
         result = execution.results[position]

@@ -118,7 +118,7 @@ def served(model: Any, bodies: Sequence[Any]) -> tuple[list[int], list[Any]]:
     sizes = [len(frame.positions) for frame in execution.frames]
     while not execution.is_finished:
         frame = execution.frames[0]
-        codec.take_outcome(execution, frame, *executed_by(loaded, frame))
+        codec.give_results(execution, frame, *executed_by(loaded, frame))
         del execution.frames[0]
     execution.separate()
     results = [execution.results[position] for position in range(len(bodies))]

@@ -22,7 +22,7 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.core.sequences import takeover
 from carpool_batcher.core.sequences.sequence import place_of
-from carpool_batcher.core.sequences.takeover import End
+from carpool_batcher.core.sequences.takeover import ForcedEnd
 from support.scheduler_harness import settle
 from support.sequence_harness import SequenceHarness
 
@@ -683,7 +683,7 @@ def test_events_of_a_takeover_are_sorted_in_pieces(seed: int, monkeypatch: pytes
     """In the order of places; at one place, in the order in which they were recorded."""
     monkeypatch.setattr(takeover, "SORTED_AT_ONCE", 4)
     choice = Random(seed)
-    events = [(f"{choice.randrange(12):02d}", End((), str(number))) for number in range(30)]
+    events = [(f"{choice.randrange(12):02d}", ForcedEnd((), str(number))) for number in range(30)]
     recorded = takeover.Takeover(())
     for place, event in events:
         recorded.record(place, event)

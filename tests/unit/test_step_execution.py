@@ -46,7 +46,7 @@ def emit(request: StepExecution, *values: Any, emitted: int = 0, **ended: Any) -
     chunk = pack_values(list(values)) if values else b""
     if "output" in ended:
         ended["output"] = pack_values([ended["output"]])
-    request.take(Advance(request.key, chunk, emitted or len(values), **ended), 3, NOW_US + 500)
+    request.apply(Advance(request.key, chunk, emitted or len(values), **ended), 3, NOW_US + 500)
 
 
 def carry_out(request: StepExecution, write: StepWrite, unread: int = 0, now_s: float = 0.0) -> None:

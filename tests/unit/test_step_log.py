@@ -94,7 +94,7 @@ def test_each_request_is_logged_only_at_debug() -> None:
         "event": "batch",
         "log_level": "debug",
         "model": "m",
-        "worker": "w/0",
+        "replica": "w/0",
         "batch": "9-0",
         "reason": "full",
         "size": 1,

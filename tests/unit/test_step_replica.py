@@ -37,11 +37,11 @@ class Process:
 
     def __init__(self) -> None:
         self.ready = self.alive = True
-        self.has_backlog = False
+        self.has_unsent = False
         self.sent: list[list[Any]] = []
         self.steps: list[Step] = []
         self.raised: list[Raised] = []
-        self._backlog: list[Any] = []
+        self._unsent: list[Any] = []
         self._socket, self._other = socket.socketpair()
         self.descriptor = self._socket.fileno()
 
@@ -53,16 +53,16 @@ class Process:
         return bool(self.steps)
 
     def put_message(self, header: Any, *payload: Any) -> None:
-        self._backlog.append(read_worker_message(header))
+        self._unsent.append(read_worker_message(header))
 
     def send_message(self, header: Any, *payload: Any) -> None:
         self.put_message(header)
         self.flush()
 
     def flush(self) -> None:
-        if self._backlog:
-            self.sent.append(self._backlog)
-            self._backlog = []
+        if self._unsent:
+            self.sent.append(self._unsent)
+            self._unsent = []
 
     def receive_message(self, read: Callable[[Any], Any]) -> tuple[Any, bytes]:
         return read(self.steps.pop(0)), b""

@@ -22,7 +22,7 @@ from carpool.figures import (
     RecentFigures,
     Requests,
     Sample,
-    Sequences,
+    SequenceFigures,
     Stepping,
     compare,
     figures,
@@ -235,7 +235,9 @@ def stateful_report(at_s: float, *numbers: int) -> BatcherReport:
 def test_sequences_of_a_stateful_model_are_counted() -> None:
     before, now = sample(stateful_report(10, 100, 0, 170, 60, 10)), stateful_report(14, 1204, 3, 210, 61, 10)
     found = figures("Vad", before, sample(now))
-    assert found.sequences == Sequences(1204, 3, Requests(210, 10.0), Requests(61, 0.25), Requests(10, 0.0))
+    assert found.sequences == SequenceFigures(
+        1204, 3, Requests(210, 10.0), Requests(61, 0.25), Requests(10, 0.0)
+    )
     first = figures("Vad", None, sample(now)).sequences
     assert first is not None
     assert first.started == Requests(210, 15.0)

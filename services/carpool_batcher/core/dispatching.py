@@ -74,10 +74,10 @@ class Dispatcher:
             if claim is None:
                 break
             gate = self._index.gate_of(claim)
-            formed = self._form(self._queue.lanes[claim.lane], claim.reason, now_us)
-            decisions += formed
+            decided = self._dispatch_or_refuse(self._queue.lanes[claim.lane], claim.reason, now_us)
+            decisions += decided
             if overtakes:
-                self._overtaken += sum(type(decision) is Dispatch for decision in formed)
+                self._overtaken += sum(type(decision) is Dispatch for decision in decided)
             elif gate in (Gate.FREE, Gate.SPACED):
                 self._overtaken = 0
             self._update_index(now_us)
@@ -207,14 +207,14 @@ class Dispatcher:
 
     # --- forming a batch -----------------------------------------------------------------------------------
 
-    def _form(self, lane: Lane, reason: DispatchReason, now_us: int) -> list[Decision]:
+    def _dispatch_or_refuse(self, lane: Lane, reason: DispatchReason, now_us: int) -> list[Decision]:
         """Dispatch a batch of a lane that is ready, or refuse requests of it."""
         if self._applied.batch.size == 1 and self._policy.is_full_final and not lane.process:
             return self._dispatch_singly(lane, reason)  # each is full, so that only capacity decides how many
         size, refusals = self._policy.form(lane, reason, now_us)
         decisions: list[Decision] = list(refusals)
         if size:
-            decisions.append(self._to_dispatch(lane, reason, self._queue.pop_batch(lane, size)))
+            decisions.append(self._reserve_and_dispatch(lane, reason, self._queue.pop_batch(lane, size)))
         return decisions
 
     def _may_go_ahead_soon(self) -> bool:
@@ -230,10 +230,12 @@ class Dispatcher:
         to decide on each of them costs several times as much."""
         batches, cost = self._capacity.left()
         (run,), expired = self._queue.pop_run(lane, BatchLimits(batches, cost))
-        return [self._to_dispatch(lane, reason, PoppedBatch([one], expired)) for one in run.separate()]
+        return [
+            self._reserve_and_dispatch(lane, reason, PoppedBatch([one], expired)) for one in run.separate()
+        ]
 
-    def _to_dispatch(self, lane: Lane, reason: DispatchReason, popped: PoppedBatch) -> Dispatch:
-        """Dispatch these, and reserve capacity for them."""
+    def _reserve_and_dispatch(self, lane: Lane, reason: DispatchReason, popped: PoppedBatch) -> Dispatch:
+        """Reserve capacity for these, and dispatch them as a batch."""
         runs, expired = popped
         applied, first_expired = self._applied, len(runs) - expired
         undated = frozenset(

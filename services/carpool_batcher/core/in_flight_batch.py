@@ -1,4 +1,4 @@
-"""A batch in flight."""
+"""What the core keeps of a batch from its dispatch until it settles."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class TimedRequest(NamedTuple):
     latency_s: float
 
 
-class Run(NamedTuple):
+class SendingRun(NamedTuple):
     """The requests of one call of `send_all`, in the order of their bodies."""
 
     requests: list[TimedRequest]
@@ -54,7 +54,7 @@ async def send_all(
     *,
     within_s: float = float("inf"),
     step: Callable[[], None] = lambda: None,
-) -> Run:
+) -> SendingRun:
     """Send each body as a request of its own, `in_flight` at a time. After `within_s` no more are sent."""
     numbers = iter(range(len(bodies)))
     requests: dict[int, TimedRequest] = {}
@@ -68,7 +68,7 @@ async def send_all(
                 return
 
     await asyncio.gather(*[send_one_after_another() for _ in range(min(in_flight, len(bodies)))])
-    return Run([requests[number] for number in sorted(requests)], time.perf_counter() - started_s)
+    return SendingRun([requests[number] for number in sorted(requests)], time.perf_counter() - started_s)
 
 
 async def _send(client: AsyncClient, model: str, body: Any) -> TimedRequest:

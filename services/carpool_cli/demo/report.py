@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from carpool.client.aio import Reply
 from carpool.messages.batches import DispatchReason
-from carpool_cli.demo.measure import Run, TimedRequest, percentile
+from carpool_cli.demo.measure import SendingRun, TimedRequest, percentile
 from carpool_cli.screen import Screen, clip, duration, table
 
 ANSWERS_SHOWN: Final = 3
@@ -29,8 +29,8 @@ class Measured(NamedTuple):
     """The runs of the same queries, and what dispatched the batches of the first."""
 
     in_flight: int
-    concurrent: Run
-    sequential: Run
+    concurrent: SendingRun
+    sequential: SendingRun
     direct_s: Sequence[float]  # durations of direct calls of the model, one query each
     reasons: Counter[str]
 
@@ -76,7 +76,7 @@ def show_figures(measured: Measured, screen: Screen) -> None:
         screen.print(f"    {batches:5,}  {reason:9}  {_meaning(reason)}".rstrip())
 
 
-def _run_row(name: str, run: Run) -> tuple[str, ...]:
+def _run_row(name: str, run: SendingRun) -> tuple[str, ...]:
     latencies = duration(run.percentile_s(50)), duration(run.percentile_s(99))
     return (name, f"{run.per_second:,.0f}", f"{run.mean_batch:.1f}", *latencies)
 

@@ -17,7 +17,7 @@ from carpool.keys import DEFAULT_PREFIX
 from carpool_cli.demo import listening, writing
 from carpool_cli.demo.docsearch import DocSearch
 from carpool_cli.demo.docsearch_corpus import SHOWN_QUERIES, queries
-from carpool_cli.demo.measure import Run, TimedRequest, WorkerLog, same_answer, send_all
+from carpool_cli.demo.measure import SendingRun, TimedRequest, WorkerLog, same_answer, send_all
 from carpool_cli.demo.report import ANSWERS_SHOWN, Measured, show_answers, show_figures
 from carpool_cli.demo.voice_activity import VoiceActivity
 from carpool_cli.local import paste
@@ -100,7 +100,9 @@ class Scenario:
 
     # --- the queries ---------------------------------------------------------------------------------------
 
-    async def _send_concurrently(self, client: AsyncClient, texts: list[str]) -> tuple[Run, Counter[str]]:
+    async def _send_concurrently(
+        self, client: AsyncClient, texts: list[str]
+    ) -> tuple[SendingRun, Counter[str]]:
         """Send all queries; also returns the dispatch reasons of their batches."""
         self._screen.title(
             f"{self._number:,} queries, each a request of its own, {self._in_flight} in flight"
@@ -110,7 +112,7 @@ class Scenario:
         run = await self._send(client, "docsearch", texts, self._in_flight)
         return run, await log.reasons(len(texts))
 
-    async def _send_sequentially(self, client: AsyncClient, texts: list[str]) -> Run:
+    async def _send_sequentially(self, client: AsyncClient, texts: list[str]) -> SendingRun:
         first = texts[:SEQUENTIAL_QUERIES_MAX]
         self._screen.title(f"The first {len(first)} of these queries, one at a time")
         return await self._send(client, "docsearch", first, 1, within_s=SEQUENTIAL_S_MAX)
@@ -121,7 +123,7 @@ class Scenario:
         self._check_results(run)
         show_answers(run.requests, self._screen)
 
-    def _compare_sample(self, run: Run, direct_model: DocSearch) -> list[float]:
+    def _compare_sample(self, run: SendingRun, direct_model: DocSearch) -> list[float]:
         """Compare a sample of the results with direct calls of the model. Returns the durations of these."""
         sample = run.requests[:: max(1, len(run.requests) // CHECKED_QUERIES)][:CHECKED_QUERIES]
         wrong, durations_s = [], []
@@ -228,7 +230,7 @@ class Scenario:
 
     async def _send(
         self, client: AsyncClient, model: str, bodies: Sequence[Any], in_flight: int, **options: float
-    ) -> Run:
+    ) -> SendingRun:
         """Send requests with a progress bar, print the throughput, and check that each has a result."""
         progress = Progress(self._screen, len(bodies), "requests")
         run = await send_all(client, model, bodies, in_flight, step=progress.step, **options)
@@ -239,7 +241,7 @@ class Scenario:
         self._check_results(run)
         return run
 
-    def _check_results(self, run: Run) -> None:
+    def _check_results(self, run: SendingRun) -> None:
         self._requests += len(run.requests)
         failed = [request for request in run.requests if not isinstance(request.outcome, Reply)]
         self._add_problem("no result", failed)

@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from carpool.figures import Figures, Memory, Requests, Sequences, Stepping
+from carpool.figures import Figures, Memory, Requests, SequenceFigures, Stepping
 from carpool.shown import printable
 from carpool_cli.screen import build_table, clip, count, duration
 
@@ -260,7 +260,7 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
-def _sequences(sequences: Sequences) -> list[str]:
+def _sequences(sequences: SequenceFigures) -> list[str]:
     return [
         f"{sequences.kept:,} kept",
         *([f"{sequences.slots:,} slots"] if sequences.slots is not None else []),

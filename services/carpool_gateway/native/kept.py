@@ -149,7 +149,7 @@ class KeptRequests:
             reply = await self._calls.call(
                 keys.requests, read_command(keys, [correlation_id], block_ms), block_ms / 1000 + REPLY_S_MAX
             )
-            envelope = kept_result(reply, name)
+            envelope = kept_result(reply, correlation_id)
             if envelope is not None or left_ms <= _BLOCK_MS or is_in_vain():
                 return envelope
 

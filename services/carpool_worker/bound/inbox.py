@@ -11,10 +11,10 @@ from typing import Final
 from carpool.store.bound import INBOX_START, BoundStore
 from carpool.store.worker import WorkerStore
 from carpool.wire.inbox import BatchSent, InboxMessage, SequenceEnded
+from carpool_worker.batch_sources import BLOCK_MS, Reclaimer, Source
 from carpool_worker.execution import Execution
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.sources import BLOCK_MS, Reclaimer, Source
 
 
 class BatchLost:

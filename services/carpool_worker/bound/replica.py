@@ -1,7 +1,7 @@
 """A replica of a bound model: its model process, which has the states of sequences, and what is sent to it.
 
     inbox ──batches──▶ prepare ──frames──▶ model process ──outcome──▶ results ──commit──▶ Redis
-          ──ends─────────────────End─────▶
+          ──ends──────EndSequences─▶
 
 A batcher dispatches each batch to one process, which takes it from its inbox and sends it on at once: all in
 order, so that a slot is free before another sequence starts in it. Sequences that ended by a result, and not
@@ -26,7 +26,6 @@ from carpool.errors import ABORTED, OK
 from carpool.process_names import name_of_life
 from carpool.store.bound import BoundStore
 from carpool.store.results import FencedError
-from carpool.store.worker import WorkerStore
 from carpool.wire.inbox import SequenceEnded
 from carpool_worker.batch_replica import BatchReplica
 from carpool_worker.bound.inbox import BatchLost, Inbox, Item
@@ -35,15 +34,17 @@ from carpool_worker.committer import Committer
 from carpool_worker.execution import EXAMPLE_SEQUENCE, Execution
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
-from carpool_worker.model_process.frames import End, Failure
+from carpool_worker.model_process.frames import EndSequences, Failure
 from carpool_worker.process_handle import ProcessHandle
 
 LOST: Final = "sequence_id: its model process ended; begin it again with sequence_start"
 
 
 class BoundReplica(BatchReplica[Item]):
-    """See the module. It joins when its process is ready, in each of its lives: `member` has not joined, and
-    cannot be revived. `slots`: how many sequences the model process takes."""
+    """A batch replica that sends all at once, ends sequences, and begins another life when states are
+    lost. It joins when its process is ready, in each of its lives: `member` has not joined, and cannot be
+    revived. `slots`: how many sequences the model process takes. `join`: registers the model, and joins
+    under this name."""
 
     _source: Inbox
 
@@ -58,16 +59,14 @@ class BoundReplica(BatchReplica[Item]):
         *,
         store: BoundStore,
         slots: int,
-        lease_ms: int,
-        register: Callable[[WorkerStore], None],
+        join: Callable[[str], None],
     ) -> None:
         super().__init__(member, process, codec, source, committer, store.clock, metrics)
         self._first_name = member.name
         self._life = 1
         self._store = store
         self._slots = slots
-        self._lease_ms = lease_ms
-        self._register = register
+        self._join_as = join
         self._sequences: set[str] = set()  # that have a slot, or were sent to get one
         self._is_marked = False  # as draining
         self._is_quiet = False  # nothing has come since
@@ -97,7 +96,7 @@ class BoundReplica(BatchReplica[Item]):
         if example is not None and self.process.ready and self._first_unfinished() is None:
             self._send_example(example)
 
-    def _take_items(self, items: Sequence[Item]) -> None:
+    def _add_fetched(self, items: Sequence[Item]) -> None:
         self._is_quiet = self._is_marked and not items
         for item in items:
             if self.member.is_over:  # what is in the inbox is answered when this life ends
@@ -107,7 +106,7 @@ class BoundReplica(BatchReplica[Item]):
             elif isinstance(item, BatchLost):
                 self.member.is_over = True
             else:
-                self.take(item)
+                self.add_batch(item)
 
     def _prepare(self, execution: Execution) -> None:
         """Decode a batch and send it to the model process."""
@@ -124,7 +123,7 @@ class BoundReplica(BatchReplica[Item]):
     # --- the model process ---------------------------------------------------------------------------------
 
     def _observe_example(self, failures: Mapping[int, Failure]) -> None:
-        self.process.send_message(End([EXAMPLE_SEQUENCE]).message())
+        self.process.send_message(EndSequences([EXAMPLE_SEQUENCE]).message())
         super()._observe_example(failures)
 
     def _suspect(self, cause: str) -> dict[str, Any]:
@@ -141,7 +140,7 @@ class BoundReplica(BatchReplica[Item]):
         """Free the slots of these sequences."""
         if sequence_ids:
             self._sequences.difference_update(sequence_ids)
-            self.process.send_message(End(sequence_ids).message())
+            self.process.send_message(EndSequences(sequence_ids).message())
 
     # --- committing ----------------------------------------------------------------------------------------
 
@@ -190,8 +189,7 @@ class BoundReplica(BatchReplica[Item]):
     # --- lives ---------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        self._register(self._store)  # Redis may have been emptied
-        self._store.join(self.name, self._lease_ms)
+        self._join_as(self.name)
         self.member.is_joined = True
 
     def _end_life(self) -> None:
@@ -211,7 +209,7 @@ class BoundReplica(BatchReplica[Item]):
             self._executions = tuple(pending)
             self._commit_finished()
         self._store.leave(self.name)  # its consumer, which had batches, is deleted
-        self._log.warning("sequences lost, joining again under another name", worker=self.name)
+        self._log.warning("sequences lost, joining again under another name", replica=self.name)
         self._life += 1
         self.member.name = name_of_life(self._first_name, self._life)
         self._source.start_over()

@@ -16,14 +16,14 @@ from carpool.parts import Buffer
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.calls import Calls, FrameCalls
 from carpool_worker.model_process.frame_execution import execute_frame_async
-from carpool_worker.model_process.frames import Cancel, FrameHeader
+from carpool_worker.model_process.frames import FrameHeader, WithdrawCalls
 from carpool_worker.model_process.loaded import LoadedModel
 from carpool_worker.model_process.measured import MeasuredSender
 from carpool_worker.model_process.raised import RaisedLog
 
 
 class AsyncFrameLoop:
-    """See the module."""
+    """Receives frames, executes each in a task of its event loop, and sends their outcomes as they come."""
 
     def __init__(
         self, sock: socket.socket, model: LoadedModel, raised: RaisedLog, calls: Calls | None = None
@@ -69,8 +69,8 @@ class AsyncFrameLoop:
         except Exception as error:  # the process ends with it
             self._end(error)
 
-    def _take(self, message: FrameHeader | Cancel, payload: Buffer) -> None:
-        if isinstance(message, Cancel):
+    def _take(self, message: FrameHeader | WithdrawCalls, payload: Buffer) -> None:
+        if isinstance(message, WithdrawCalls):
             calls = self._open.get(message.number)
             if calls is not None:
                 calls.cancel(message.indexes)

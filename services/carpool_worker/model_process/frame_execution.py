@@ -43,7 +43,7 @@ async def execute_frame_async(
     observe: Observe = not_observed,
     calls: FrameCalls | None = None,
 ) -> tuple[OutcomeHeader, list[Buffer]]:
-    """The header of the outcome and its payload, in pieces. `observe` is told what the model raises. `calls`:
+    """The header of the outcome and its payload, in parts. `observe` is told what the model raises. `calls`:
     of a model that calls others. Raises Unhealthy.
 
     The model gets the payload's memory, and may write into it: `again` brings the payload as it was sent.

@@ -12,7 +12,7 @@ from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_executor import BoundExecutor
 from carpool_worker.model_process.calls import Calls
 from carpool_worker.model_process.frame_execution import execute_bound_frame, execute_frame
-from carpool_worker.model_process.frames import End, FrameHeader
+from carpool_worker.model_process.frames import EndSequences, FrameHeader
 from carpool_worker.model_process.loaded import BoundModel, LoadedModel
 from carpool_worker.model_process.measured import MeasuredSender
 from carpool_worker.model_process.raised import RaisedLog
@@ -28,7 +28,7 @@ class FrameLoop:
         self._sock = sock
         self._calls = calls
         self._reader = frames.MessageReader(sock)
-        self._sent_ahead: deque[tuple[FrameHeader | End, Buffer]] = (
+        self._sent_ahead: deque[tuple[FrameHeader | EndSequences, Buffer]] = (
             deque()
         )  # before one that was wanted again
         self._model = model
@@ -49,7 +49,7 @@ class FrameLoop:
     def run_once(self) -> None:
         """Take one message. Raises ProcessGoneError."""
         message, payload = self._sent_ahead.popleft() if self._sent_ahead else self._receive()
-        if isinstance(message, End):
+        if isinstance(message, EndSequences):
             if self._bound is not None:
                 self._bound.end(message.sequence_ids)
             return
@@ -71,7 +71,7 @@ class FrameLoop:
                 return payload
             self._sent_ahead.append((message, payload))
 
-    def _receive(self) -> tuple[FrameHeader | End, Buffer]:
+    def _receive(self) -> tuple[FrameHeader | EndSequences, Buffer]:
         self._measured.wait(self._reader)
         fields, payload = self._reader.receive()
         return frames.read_request(fields), payload

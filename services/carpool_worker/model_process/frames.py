@@ -135,7 +135,7 @@ class FrameHeader(NamedTuple):
     number: int = 0  # set when the frame is sent, and returned with its outcome
 
 
-class End(NamedTuple):
+class EndSequences(NamedTuple):
     """Worker to the process of a model that binds sequences: these have ended, and their slots are free.
 
     The process never ends one by itself, because only the worker knows which results were written. Those
@@ -149,7 +149,7 @@ class End(NamedTuple):
         return (_END_OF, *self)
 
 
-class Cancel(NamedTuple):
+class WithdrawCalls(NamedTuple):
     """Worker to the process of an async model: nobody waits any more for the results of these requests, by
     index, of the frame with this number. What they asked of other models is withdrawn. It has no outcome, and
     is ignored if the frame has one.
@@ -163,14 +163,14 @@ class Cancel(NamedTuple):
         return (_CANCEL, *self)
 
 
-def read_request(fields: Sequence[Any]) -> FrameHeader | End:
+def read_request(fields: Sequence[Any]) -> FrameHeader | EndSequences:
     """What a worker sends, from its header; to a stepping model it sends those of `stepping.frames`."""
-    return End(*fields[1:]) if fields[0] == _END_OF else FrameHeader(*fields)
+    return EndSequences(*fields[1:]) if fields[0] == _END_OF else FrameHeader(*fields)
 
 
-def read_async_request(fields: Sequence[Any]) -> FrameHeader | Cancel:
+def read_async_request(fields: Sequence[Any]) -> FrameHeader | WithdrawCalls:
     """What a worker sends to an async model, from its header."""
-    return Cancel(*fields[1:]) if fields[0] == _CANCEL else FrameHeader(*fields)
+    return WithdrawCalls(*fields[1:]) if fields[0] == _CANCEL else FrameHeader(*fields)
 
 
 class OutcomeHeader(NamedTuple):
@@ -349,7 +349,7 @@ _HEADER_PACKER: Final = msgpack.Packer(unicode_errors="replace")
 
 
 def message_parts(header: Any, *payload: Buffer) -> list[Buffer]:
-    """One message as pieces to be sent one after the other; those of a large payload are not copied."""
+    """One message as parts to be sent one after the other; those of a large payload are not copied."""
     fields = _HEADER_PACKER.pack(header)
     payload_bytes = sum(map(len, payload))
     head = _HEAD.pack(_BEGIN, len(fields), payload_bytes, len(fields) ^ payload_bytes ^ _CHECK)

@@ -64,7 +64,7 @@ class BoundSequence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declarations:
+class ModelDeclarations:
     """What any loaded model has: the hooks beside the one that computes, and what it declares."""
 
     validate: Callable[[Any], object] | None = None
@@ -104,7 +104,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel(Declarations):
+class LoadedModel(ModelDeclarations):
     """A user's model, loaded, that executes batches.
 
     `run` takes a batch and `requests`; one of a model with `states` takes these as well, and returns outputs
@@ -150,7 +150,7 @@ class BoundModel(LoadedModel):
 
 
 @dataclass(frozen=True, slots=True)
-class SteppingModel(Declarations):
+class SteppingModel(ModelDeclarations):
     """A user's model, loaded, that generates step by step. `continues`: it can go on from chunks.
 
     Its functions take requests as `stepping.requests` has them.

@@ -49,14 +49,14 @@ def main(argv: Sequence[str]) -> int:
     `argv`: the worker's PID, the descriptor of this process's socket, the model, the device, and the name of
     the replica.
     """
-    parent, descriptor, location, device, worker = argv
+    parent, descriptor, location, device, replica = argv
     die_with_parent(int(parent))
     keep_freed_memory()
     leave_signals_to_the_worker()
     sock = set_apart(int(descriptor))
     sender = MessageSender(sock)
     name = os.environ.get("CARPOOL_SERVED_MODEL", location)
-    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model", model=name, worker=worker)
+    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "model", model=name, replica=replica)
     show_output()
     pool = None
     try:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         model = load_configured(location, device, Configuration.decode(payload))
         calls = _calls_of(model, name)
         if isinstance(model, LoadedModel) and model.beside is not None:
-            new_process = partial(ProcessCaller, location, worker, bytes(payload), partial(_tell, sender))
+            new_process = partial(ProcessCaller, location, replica, bytes(payload), partial(_tell, sender))
             pool = _started_pool(model.beside, new_process)
     except DecoderLoadError as error:
         reason = f"the model cannot be loaded in a decoder process: {error}"

@@ -72,6 +72,7 @@ from carpool_worker.model_process.loaded import (
     SteppingModel,
 )
 from carpool_worker.model_process.padding import check_padding
+from carpool_worker.model_process.parameters import own_name
 from carpool_worker.model_process.states import declared_states, initial_state
 from carpool_worker.model_process.stepping.requests import GeneratorModel
 
@@ -128,11 +129,11 @@ def adapt(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel:
     predict = getattr(model, "predict", None) or (model if callable(model) else None)
     if predict is None:
         raise UnusableError(
-            f"the model {_name_of(model)} is neither a function nor a class with a method 'predict' or 'step'"
+            f"the model {own_name(model)} is neither a function nor a class with a method 'predict' or 'step'"
         )
     if predict is model and inspect.isasyncgenfunction(model):
         raise UnusableError(
-            f"{_name_of(model)} is an async generator function: write it as a generator function, with `def`"
+            f"{own_name(model)} is an async generator function: write it as a generator function, with `def`"
         )
     _check_no_async_generator(predict)
     for name in ("load", "unload", "validate", "preprocess", "postprocess"):
@@ -216,11 +217,6 @@ def _adapt_bound(model: Any, device: str, given: Given) -> BoundModel:
         _check_plain(name, hook)
     loaded_fields = {spec.name: getattr(loaded, spec.name) for spec in fields(loaded) if spec.init}
     return BoundModel(**loaded_fields, start=start, end=end)
-
-
-def _name_of(model: Any) -> str:
-    """The name of a function, or of the class of an object."""
-    return str(getattr(model, "__name__", type(model).__name__))
 
 
 def _is_stepping(model: Any) -> bool:
@@ -334,7 +330,7 @@ def _check_positional(load: Callable[..., Any]) -> None:
 
 
 def _declarations(model: Any, given: Given, *, is_async: bool = False) -> dict[str, Any]:
-    """The fields of Declarations."""
+    """The fields of ModelDeclarations."""
     inputs, outputs = _specs(model, "inputs"), _specs(model, "outputs")
     check_padding(inputs, outputs)
     return {

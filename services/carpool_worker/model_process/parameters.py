@@ -86,7 +86,7 @@ def read_parameters(model: Any, location: str, given: Mapping[str, Parameter]) -
             problems.append(_problem(declared[name], given[name], error))
     if problems:
         takes = ", ".join(map(str, declared.values()))
-        raise UnusableError(f"{'; '.join(problems)}. {_name_of(model)} takes {takes}")
+        raise UnusableError(f"{'; '.join(problems)}. {own_name(model)} takes {takes}")
     in_order = {name: values[name] for name in declared if name in values}
     return Values(
         of_init=in_order if function == "__init__" else {},
@@ -174,7 +174,7 @@ def _adapter(kind: Any) -> Any:
 
 def _why_none(model: Any, location: str) -> str:
     """Why a model has no parameters, and what to do."""
-    name = _name_of(model)
+    name = own_name(model)
     if location.startswith("onnx:"):
         return (
             "an ONNX file takes no parameters; its constants are declared in the TOML file beside it, and "
@@ -276,7 +276,8 @@ def _shown_default(default: Any) -> str:
     return f"{str(default) if isinstance(default, Path) else default!r:.60}"
 
 
-def _name_of(model: Any) -> str:
+def own_name(model: Any) -> str:
+    """The name of a function or a class, or of the class of an object."""
     return str(getattr(model, "__name__", type(model).__name__))
 
 

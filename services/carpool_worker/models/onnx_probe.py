@@ -46,7 +46,7 @@ class Filling(NamedTuple):
     integers: tuple[int, int]
 
 
-class Run(NamedTuple):
+class ProbeRun(NamedTuple):
     """An execution: which of the two requests its rows are, and its outputs by name."""
 
     rows: Sequence[int]
@@ -69,7 +69,7 @@ class Probed(NamedTuple):
     """What was found. `runs`: alone and together, as far as the graph did not raise; none if it always did.
     `error`: the last that it raised. `batch_max`: of the model."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ProbeRun, ...]
     error: str
     batch_max: int
 
@@ -81,13 +81,13 @@ class Probed(NamedTuple):
 
 def probe(inputs: Sequence[TensorSpec], execute: Execute, batch_max: int) -> Probed:
     """Execute made-up requests for these inputs, together if batches may have several."""
-    best: tuple[Run, ...] = ()
+    best: tuple[ProbeRun, ...] = ()
     error = ""
     for filling in _fillings(inputs):
-        runs: list[Run] = []
+        runs: list[ProbeRun] = []
         try:
             for rows in (*_ALONE, *_together(batch_max)):
-                runs.append(Run(rows, execute(rows, filling)))
+                runs.append(ProbeRun(rows, execute(rows, filling)))
         except Exception as raised:  # onnxruntime's exceptions have no common base class
             error = f"{' '.join(str(raised).split()):.300}"
         found = Probed(tuple(runs), error, batch_max)
@@ -162,7 +162,7 @@ def outputs_found(
     return tuple(_spec(result, probed.runs) for result in results if not result.is_maps)
 
 
-def _is_right_alone(result: ResultOutput, runs: Sequence[Run]) -> bool:
+def _is_right_alone(result: ResultOutput, runs: Sequence[ProbeRun]) -> bool:
     counts = [count_of(run.outputs[result.name]) for run in runs if len(run.rows) == 1]
     return bool(counts) and set(counts) == {1}
 
@@ -214,7 +214,7 @@ def _doubt(result: ResultOutput, operator: str) -> str:
     )
 
 
-def _rows(result: ResultOutput, runs: Sequence[Run]) -> list[_Row]:
+def _rows(result: ResultOutput, runs: Sequence[ProbeRun]) -> list[_Row]:
     """The rows of an output of the batch; none if no batch was executed."""
     alone = {run.rows[0]: run.outputs[result.name][0] for run in runs if len(run.rows) == 1}
     return [
@@ -225,7 +225,7 @@ def _rows(result: ResultOutput, runs: Sequence[Run]) -> list[_Row]:
     ]
 
 
-def _is_in_another_order(result: ResultOutput, runs: Sequence[Run]) -> bool:
+def _is_in_another_order(result: ResultOutput, runs: Sequence[ProbeRun]) -> bool:
     """Whether the rows are those of the two requests alone, but not in their order.
 
     If the two have exchanged rows, that is certain. Else floats of one request must differ: in a graph that
@@ -257,7 +257,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(np.allclose(one, other, rtol=0, atol=_TOLERANCE * largest, equal_nan=True))
 
 
-def _spec(result: ResultOutput, runs: Sequence[Run]) -> TensorSpec:
+def _spec(result: ResultOutput, runs: Sequence[ProbeRun]) -> TensorSpec:
     """An output with the sizes that are declared and were seen."""
     shapes = [run.outputs[result.name].shape[1:] for run in runs]
     declared, is_text = result.shape or (), result.datatype == "BYTES"

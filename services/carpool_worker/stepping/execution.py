@@ -67,11 +67,12 @@ class Reader:
 
 
 class StepExecution:
-    """See the module. `key` is its number in the model process; `written` counts its chunks in Redis.
+    """One request in hand of a stepping model: what it emitted, and what of that is written.
 
-    `previous_chunks` are those of other processes, until they are sent to the next one. `result` is its final
-    result, once it ended. `is_answered`: a batcher answered it before this worker took it, so it only has to
-    be removed. `deaths_together`: how often its process or worker died while it was generated.
+    `key` is its number in the model process; `written` counts its chunks in Redis. `previous_chunks` are
+    those of other processes, until they are sent to the next one. `result` is its final result, once it
+    ended. `is_answered`: a batcher answered it before this worker took it, so it only has to be removed.
+    `deaths_together`: how often its process or worker died while it was generated.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class StepExecution:
     @property
     def next_start(self) -> int:
         """The number of its next start alone, since it has survived one."""
-        return self.execution.starts.get(0, 0) + 1
+        return self.execution.start_counts.get(0, 0) + 1
 
     def begin_alone(self) -> int:
         """It is to take steps alone, which Redis knows. Returns how many.
@@ -148,7 +149,7 @@ class StepExecution:
         also kill its process some steps after each beginning; but most likely others do, and the longer it is
         alone, the likelier it is blamed for a death by chance. So for it doubling begins late.
         """
-        self.execution.starts[0] = self.next_start
+        self.execution.start_counts[0] = self.next_start
         self.has_passed = False
         doublings = max(0, self.deaths_together - (CONTINUED_DEATHS_MAX if self.previous_chunks else 1))
         self._steps_alone = 1 << min(doublings, STEPS_ALONE_DOUBLINGS_MAX)
@@ -160,7 +161,7 @@ class StepExecution:
         if self._steps_alone and self.result is None:
             return False
         self.execution.deaths.pop(0, None)
-        self.execution.starts.pop(0, None)
+        self.execution.start_counts.pop(0, None)
         self.has_passed = True
         return True
 
@@ -182,7 +183,7 @@ class StepExecution:
         if self.result is not None and self.result.status == OK:  # it counts chunks that Redis has lost
             self.result = None
 
-    def take(self, advance: Advance, size: int, now_us: int) -> None:
+    def apply(self, advance: Advance, size: int, now_us: int) -> None:
         """What a step did for it and `size - 1` others."""
         if advance.has_ended:
             self.is_sent = False

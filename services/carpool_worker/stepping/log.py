@@ -5,22 +5,17 @@ Steps are not counted here: a summary shows what the metrics have counted since 
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import structlog
-
 from carpool.store.steps import StepWrite
-from carpool_worker.batch_log import SUMMARY_INTERVAL_S
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.stepping.execution import StepExecution
+from carpool_worker.summary_log import SummaryLog
 
 
-class StepLog:
+class StepLog(SummaryLog):
     """One for a worker. Its replicas call `ended` and `dropped`, and its main thread `summarize_if_due`.
 
     `slots_in_use`: how many slots are in use, in all of its model processes.
@@ -29,16 +24,12 @@ class StepLog:
     def __init__(
         self, model: str, worker: str, metrics: WorkerMetrics, slots_in_use: Callable[[], int]
     ) -> None:
-        self._worker = worker
+        super().__init__(model, worker)
         self._metrics = metrics
         self._slots_in_use = slots_in_use
-        self._log = structlog.get_logger().bind(model=model)
-        self._is_debug = self._log.is_enabled_for(logging.DEBUG)
-        self._lock = threading.Lock()
         self._ended: Counter[str] = Counter()  # requests since the last summary, by status
         self._dropped = 0
         self._counted = metrics.step_counts()  # at the last summary
-        self._summarized_at_s = time.monotonic()
 
     def ended(self, replica: str, request: StepExecution, write: StepWrite) -> None:
         """A request has its final result, which `write` wrote."""
@@ -47,28 +38,17 @@ class StepLog:
         with self._lock:
             self._ended[status] += 1
         if self._is_debug:
-            self._log.debug("batch", **{status: 1}, **_figures(request, write), worker=replica)
+            self._log.debug("batch", **{status: 1}, **_figures(request, write), replica=replica)
 
     def dropped(self, requests: Sequence[StepExecution]) -> None:
         """Requests were answered by a batcher, because they expired or were withdrawn."""
         with self._lock:
             self._dropped += len(requests)
 
-    def bind(self, **fields: str) -> None:
-        """All lines have these fields from now on."""
-        self._log = self._log.bind(**fields)
-
-    def summarize_if_due(self) -> None:
-        """Log a summary, if the last was a second ago."""
-        if time.monotonic() - self._summarized_at_s >= SUMMARY_INTERVAL_S:
-            self.summarize()
-
-    def summarize(self) -> None:
-        """Log what was done since the last summary in one line; nothing if nothing was."""
+    def _summarize(self) -> None:
         with self._lock:
             ended, self._ended = self._ended, Counter()
             dropped, self._dropped = self._dropped, 0
-            self._summarized_at_s = time.monotonic()
         before, counted = self._counted, self._metrics.step_counts()
         self._counted = counted
         steps = counted.steps - before.steps

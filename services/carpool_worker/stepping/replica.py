@@ -29,6 +29,7 @@ from carpool.model_settings import ModelSettings, prefetched_slots
 from carpool.store.connection import CommandError
 from carpool.store.results import FencedError
 from carpool.store.steps import StepStore, StepWrite
+from carpool_worker.batch_sources import Fetcher
 from carpool_worker.codec import Codec
 from carpool_worker.committer import Committer
 from carpool_worker.execution import Execution
@@ -37,7 +38,6 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.stepping.frames import Admit, Configure, Drop, Resume, Step
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_requests
-from carpool_worker.sources import Fetcher
 from carpool_worker.stepping.execution import StepExecution
 from carpool_worker.stepping.in_hand import InHand
 from carpool_worker.stepping.log import StepLog
@@ -50,7 +50,7 @@ _REPLACED: Final = "it was dispatched to a model of this name that does not step
 
 
 class StepReplica(ReplicaLoop[Execution]):
-    """See the module."""
+    """A replica loop with requests in hand: admits them to the process, and writes what it emits."""
 
     _source: Fetcher
 
@@ -107,9 +107,9 @@ class StepReplica(ReplicaLoop[Execution]):
             return True
         return sum([request.emitted_bytes for request in self._in_hand]) <= WAITING_BYTES_MAX
 
-    def _take_items(self, items: Sequence[Execution]) -> None:
+    def _add_fetched(self, items: Sequence[Execution]) -> None:
         self._may_be_more = len(items) == self._asked
-        self._take(items)
+        self._add_requests(items)
 
     def _executing(self) -> tuple[Hashable, int | None]:
         """A process that steps sends something now and then, unless it waits for this worker."""
@@ -122,7 +122,7 @@ class StepReplica(ReplicaLoop[Execution]):
 
     def _is_idle(self) -> bool:
         """Its slots have run out: a model need not be able to go on from chunks."""
-        if self._example_key is not None or self._alone is not None or self.process.has_backlog:
+        if self._example_key is not None or self._alone is not None or self.process.has_unsent:
             return False
         if self.succession.leaves_first:
             return not self._in_hand
@@ -144,9 +144,9 @@ class StepReplica(ReplicaLoop[Execution]):
             # Not more than a share, because other processes may have free slots, too.
             share = -(-space // self.member.model_processes) if self.member.model_processes else 0
             self._asked = min(space, max(prefetched, share))
-            self._take(self._source.start(self._asked, wait=not self._may_be_more))
+            self._add_requests(self._source.start(self._asked, wait=not self._may_be_more))
 
-    def _take(self, executions: Sequence[Execution]) -> None:
+    def _add_requests(self, executions: Sequence[Execution]) -> None:
         """Take requests that were fetched or reclaimed. Those that another process began go on from there."""
         for execution in executions:
             if execution.batch.size != 1 or execution.batch.runs[0].sequence is not None:
@@ -163,7 +163,7 @@ class StepReplica(ReplicaLoop[Execution]):
         step had this name. A replica of such a model can execute it; this one cannot."""
         self._log.warning(
             "batch rejected, it is for another model of this name",
-            worker=self.name,
+            replica=self.name,
             batch=execution.batch.id,
             size=execution.batch.size,
         )
@@ -248,7 +248,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._admit(request, request.begin_alone())
         self.process.flush()
 
-    def _take_message(self) -> None:
+    def _receive_message(self) -> None:
         received = self.process.receive_message(Step.read)
         if received is None:
             return
@@ -258,7 +258,7 @@ class StepReplica(ReplicaLoop[Execution]):
         for advance in step.advances:
             request = self._in_hand.get(advance.key)
             if request is not None:
-                request.take(advance, step.size, now_us)
+                request.apply(advance, step.size, now_us)
                 self.succession.executed(advance.has_ended)
                 if advance.failure is not None:
                     request.execution.error = step.error_of(advance.key)
@@ -385,7 +385,7 @@ class StepReplica(ReplicaLoop[Execution]):
         batches = [*self._in_hand.batches, *self._source.unloaded()]
         if batches:
             handed_over = self._store.hand_over(self.name, batches)
-            self._log.info("requests handed over", worker=self.name, requests=handed_over)
+            self._log.info("requests handed over", replica=self.name, requests=handed_over)
         self._in_hand.remove(self._in_hand)
 
     # --- for other threads ---------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class StepWriter:
             if error.code != "OOM":
                 raise
             in_hand = [*self._in_hand]
-            self._log.warning("Redis is full, chunks wait", worker=self._member.name, requests=len(in_hand))
+            self._log.warning("Redis is full, chunks wait", replica=self._member.name, requests=len(in_hand))
             self._full_until_s = time.monotonic() + FULL_RETRY_S
             yield from self._write(in_hand, settings, only_final=True)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 from carpool.client.sinks import DecodingSink, Envelope, Reply, replies_of, reply_of
 from carpool.errors import CancelledRequestError, InternalError
@@ -228,25 +228,34 @@ class AsyncStream(_Reader):
         self._close_left()
 
 
-class _AsyncLoop:
-    """One `async for` over a stream. Only the loop has this, and drops it when it is left. So a `break` is
-    noticed at once, whoever holds the stream."""
+_ReaderT = TypeVar("_ReaderT", bound=_Reader)
+
+
+class _LoopOver(Generic[_ReaderT]):
+    """One loop over a stream. Only the loop has this, and drops it when it is left. So a `break` is noticed
+    at once, whoever holds the stream."""
 
     __slots__ = ("_stream",)
 
-    def __init__(self, stream: AsyncStream) -> None:
+    def __init__(self, stream: _ReaderT) -> None:
         stream._on_loop()
         self._stream = stream
+
+    def __del__(self) -> None:
+        if hasattr(self, "_stream"):
+            self._stream._on_loop_left()
+
+
+class _AsyncLoop(_LoopOver[AsyncStream]):
+    """An `async for`."""
+
+    __slots__ = ()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
         return await self._stream.__anext__()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_stream"):
-            self._stream._on_loop_left()
 
 
 class Stream(_Reader):
@@ -307,21 +316,13 @@ class Stream(_Reader):
         self.close()
 
 
-class _Loop:
-    """One `for` over a stream. Only the loop has this, and drops it when it is left: see _AsyncLoop."""
+class _Loop(_LoopOver[Stream]):
+    """A `for`."""
 
-    __slots__ = ("_stream",)
-
-    def __init__(self, stream: Stream) -> None:
-        stream._on_loop()
-        self._stream = stream
+    __slots__ = ()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
         return self._stream.__next__()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_stream"):
-            self._stream._on_loop_left()

@@ -117,19 +117,19 @@ class Batch:
     max_batch_cost: int | None = None
     max_requests_per_process: int | None = None
     max_process_memory: int | None = None
-    starts: list[int] = field(init=False)  # the position of the first request of each run
+    first_positions: list[int] = field(init=False)  # the position of the first request of each run
     size: int = field(init=False)  # the number of requests
 
     def __post_init__(self) -> None:
-        starts, size = [], 0
+        first_positions, size = [], 0
         for run in self.runs:
-            starts.append(size)
+            first_positions.append(size)
             size += len(run.correlation_ids)
-        self.starts, self.size = starts, size
+        self.first_positions, self.size = first_positions, size
 
     def run_of(self, position: int) -> BatchedRun:
         """The run of the request at this position. O(log runs)."""
-        return self.runs[bisect_right(self.starts, position) - 1]
+        return self.runs[bisect_right(self.first_positions, position) - 1]
 
     @cached_property
     def requests(self) -> list[BatchedRequest]:

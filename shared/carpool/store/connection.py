@@ -38,7 +38,7 @@ from redis.retry import Retry
 
 from carpool.address import without_password
 from carpool.cluster import Cluster
-from carpool.descriptors import wait_until_ready
+from carpool.descriptor_wait import wait_until_ready
 from carpool.redis_url import parse
 from carpool.sentinel import Sentinels
 from carpool.store.link_errors import LINK_ERROR_CODES, command_error, link_error

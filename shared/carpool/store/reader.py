@@ -120,8 +120,8 @@ class Subscription:
     )
 
     def __init__(self, keys: Keys, settled_after: bytes, entry_bytes: int = ENTRY_BYTES_UNKNOWN) -> None:
-        self.requests = Stream(self, keys.requests, b"0-0")
-        self.settled = Stream(self, keys.settled, settled_after)
+        self.requests = StreamCursor(self, keys.requests, b"0-0")
+        self.settled = StreamCursor(self, keys.settled, settled_after)
         self.awaits_settled = False
         self.has_more = False
         self.takes_requests = True
@@ -129,7 +129,7 @@ class Subscription:
         self.home: _Watch | None = None
 
 
-class Stream:
+class StreamCursor:
     """One stream of a subscription. `after` is its cursor: the ID of the last entry that was read."""
 
     __slots__ = ("after", "name", "subscription")
@@ -279,7 +279,7 @@ class StreamReader:
 class _Xread:
     """An XREAD over some streams."""
 
-    def __init__(self, streams: list[Stream]) -> None:
+    def __init__(self, streams: list[StreamCursor]) -> None:
         self.streams = streams
         self._names = [stream.name for stream in streams]
         self._by_name = {stream.name.encode(): index for index, stream in enumerate(streams)}
@@ -290,11 +290,13 @@ class _Xread:
         self._afters = [stream.after for stream in self.streams]
         return ("XREAD", *options, "STREAMS", *self._names, *self._afters)
 
-    def stream(self, name: bytes) -> Stream:
+    def stream(self, name: bytes) -> StreamCursor:
         """The stream with this name."""
         return self.streams[self._by_name[name]]
 
-    def unread(self, reply: Sequence[tuple[bytes, list[RawEntry]]]) -> list[tuple[Stream, list[RawEntry]]]:
+    def unread(
+        self, reply: Sequence[tuple[bytes, list[RawEntry]]]
+    ) -> list[tuple[StreamCursor, list[RawEntry]]]:
         """What a reply to the latest command has that was not read yet."""
         found = []
         for name, entries in reply:
@@ -407,10 +409,10 @@ class _Watch:
         self._subscriptions = frozenset(self.members)
         self._xreads = [_Xread(streams) for streams in self._streams(covered) if streams]
 
-    def _streams(self, covered: list[_Covered]) -> Sequence[list[Stream]]:
+    def _streams(self, covered: list[_Covered]) -> Sequence[list[StreamCursor]]:
         """The streams to wait for, and those to read with them."""
-        awaited: list[Stream] = []
-        others: list[Stream] = []
+        awaited: list[StreamCursor] = []
+        others: list[StreamCursor] = []
         for member, takes_requests, awaits_settled in covered:
             if takes_requests:
                 awaited.append(member.requests)
@@ -498,11 +500,11 @@ class _Watch:
 class _SettledWatch(_Watch):
     """One connection: a blocking XREAD over the settled streams of the members of another watch."""
 
-    def _streams(self, covered: list[_Covered]) -> Sequence[list[Stream]]:
+    def _streams(self, covered: list[_Covered]) -> Sequence[list[StreamCursor]]:
         return ([member.settled for member, _, _ in covered],)
 
 
-def _add(result: ReadResult, stream: Stream, entries: list[RawEntry]) -> None:
+def _add(result: ReadResult, stream: StreamCursor, entries: list[RawEntry]) -> None:
     subscription = stream.subscription
     arrived = result.arrived.get(subscription)
     if arrived is None:
@@ -534,7 +536,7 @@ def _size_of(value: bytes | Omitted) -> int:
     return value.size_bytes if type(value) is Omitted else len(value)
 
 
-def _add_some_oversized(result: ReadResult, stream: Stream, entries: list[RawEntry]) -> None:
+def _add_some_oversized(result: ReadResult, stream: StreamCursor, entries: list[RawEntry]) -> None:
     """As `_add`. The oversized entries of a request stream are set apart; `settled` has none of Carpool's."""
     _add(result, stream, [entry for entry in entries if not _size_if_oversized(entry)])
     subscription = stream.subscription

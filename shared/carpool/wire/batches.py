@@ -131,7 +131,7 @@ def _positions_in_lists(batch: Batch, correlation_ids: frozenset[str]) -> frozen
     """The positions of those of these requests whose results are in lists."""
     in_lists = [
         enumerate(run.correlation_ids, start)
-        for start, run in zip(batch.starts, batch.runs, strict=True)
+        for start, run in zip(batch.first_positions, batch.runs, strict=True)
         if run.reply_to is None
     ]
     return frozenset([position for ids in in_lists for position, name in ids if name in correlation_ids])

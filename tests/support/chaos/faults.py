@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from redis import Redis
 
-from carpool_worker.sources import RECLAIMS_PER_LEASE
+from carpool_worker.batch_sources import RECLAIMS_PER_LEASE
 from support.chaos.run import KEYS, LEASE_S, Run
 from support.chaos.servers import ServersOf, alone, behind_a_network, in_a_cluster, with_a_sentinel
 from support.proxy import Direction, Proxy

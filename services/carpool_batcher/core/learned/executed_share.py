@@ -23,10 +23,10 @@ class ExecutionTimes(Protocol):
     """How long batches take, in microseconds, by the number of requests in them."""
 
     def of(self, size: int) -> int:
-        """The expected time."""
+        """How long a batch of `size` is expected to take."""
 
     def at_most(self, size: int) -> int:
-        """Nine of ten batches do not take longer."""
+        """A time that nine of ten batches of `size` do not exceed."""
 
 
 class ExecutedShares:

@@ -43,7 +43,7 @@ from carpool_batcher.core.sequences.sequence import (
     processed_already,
     sent_twice,
 )
-from carpool_batcher.core.sequences.takeover import End, Takeover
+from carpool_batcher.core.sequences.takeover import ForcedEnd, Takeover
 
 REPLAYED_AT_ONCE: Final = 256  # events, or sequences, in a piece
 
@@ -128,10 +128,10 @@ class Sequences:
             if not number % REPLAYED_AT_ONCE:
                 yield
 
-    def _replay(self, event: Run | Break | End) -> None:
+    def _replay(self, event: Run | Break | ForcedEnd) -> None:
         if type(event) is Break:
             self._break_last_segment(event)
-        elif type(event) is End:
+        elif type(event) is ForcedEnd:
             self.end(event.sequence_ids, event.place)
         elif type(event) is Run and event in self.followers:
             refused = self.judge(event)
@@ -202,7 +202,7 @@ class Sequences:
         """An entry at this place ends sequences by force. Returns their heads, which the caller removes and
         refuses."""
         if self._takeover is not None:
-            self._takeover.record(place, End(sequence_ids, place))
+            self._takeover.record(place, ForcedEnd(sequence_ids, place))
             return []
         heads: list[Run] = []
         for sequence in [self._known.by_id[name] for name in sequence_ids if name in self._known.by_id]:

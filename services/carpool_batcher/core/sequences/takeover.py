@@ -14,14 +14,14 @@ from carpool_batcher.core.sequences.sequence import FAILED_BEFORE
 SORTED_AT_ONCE: Final = 4096  # events, in a piece
 
 
-class End(NamedTuple):
+class ForcedEnd(NamedTuple):
     """Sequences are ended by force, by an entry at this place."""
 
     sequence_ids: Collection[str]
     place: str
 
 
-Event: TypeAlias = Run | Break | End
+Event: TypeAlias = Run | Break | ForcedEnd
 
 
 class Takeover:

@@ -129,10 +129,10 @@ class ProcessCaller(Caller):
     """
 
     def __init__(
-        self, location: str, worker: str, configuration: bytes, on_measured: Callable[[Measured], object]
+        self, location: str, replica: str, configuration: bytes, on_measured: Callable[[Measured], object]
     ) -> None:
         """Starts the process. Raises DecoderLoadError."""
-        self._process = DecoderProcess(location, worker, configuration, on_measured)
+        self._process = DecoderProcess(location, replica, configuration, on_measured)
         self._log = structlog.get_logger()
         self._is_interrupted = False
         self._process.start()

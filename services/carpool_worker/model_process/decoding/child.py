@@ -44,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
     `argv`: its PID, the descriptors of the socket and of the memory, the model, and the name of the replica.
     The first message has what the model is made with, as that to a model process.
     """
-    parent, descriptor, memory, location, worker = argv
+    parent, descriptor, memory, location, replica = argv
     die_with_parent(int(parent))
     keep_freed_memory()
     leave_signals_to_the_worker()
     sock = set_apart(int(descriptor))
     reader = frames.MessageReader(sock)
     name = os.environ.get("CARPOOL_SERVED_MODEL", location)
-    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "decoder", model=name, worker=worker)
+    configure_logs(os.environ.get("CARPOOL_LOG_LEVEL", "info"), "decoder", model=name, replica=replica)
     show_output()
     try:
         configuration = Configuration.decode(reader.receive()[1])

@@ -53,7 +53,7 @@ class Executed(NamedTuple):
     errors: Mapping[str, Sequence[int]] = {}
 
     def message(self, model: LoadedModel) -> tuple[OutcomeHeader, list[Buffer]]:
-        """The header of the outcome and its payload, in pieces."""
+        """The header of the outcome and its payload, in parts."""
         header, data = outcome_of(model, self.frame, self.outcome, self.compute_us, self.sizes)
         header = header._replace(
             given_up=self.given_up,

@@ -54,13 +54,13 @@ class DecoderProcess:
     """See the module. `memory` has what is sent and what comes back."""
 
     def __init__(
-        self, location: str, worker: str, configuration: bytes, on_measured: Callable[[Measured], object]
+        self, location: str, replica: str, configuration: bytes, on_measured: Callable[[Measured], object]
     ) -> None:
         """`configuration`: what the model is made with, encoded. `on_measured` is told what it measures."""
         self._location = location
         self._configuration = configuration
         self._on_measured = on_measured
-        self._worker = worker
+        self._replica = replica
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._reader: MessageReader | None = None
@@ -73,7 +73,7 @@ class DecoderProcess:
         self._ended_because = ""
         ours, theirs = socket.socketpair()
         descriptors = (theirs.fileno(), self.memory.descriptor)
-        arguments = [str(os.getpid()), *map(str, descriptors), self._location, self._worker]
+        arguments = [str(os.getpid()), *map(str, descriptors), self._location, self._replica]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "carpool_worker.model_process.decoding.child", *arguments],
             pass_fds=descriptors,

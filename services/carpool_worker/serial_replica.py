@@ -1,6 +1,18 @@
-"""A replica: one model process, the executions in its hands, and the loop that moves them on.
+"""A serial replica: a model process that executes one batch after the other.
 
-    Redis ──fetch──▶ prepare ──send──▶ model process ──outcome──▶ results ──commit──▶ Redis
+    Redis
+      │  Fetcher.start, Fetcher.finish     fetch the next batch, or reclaim one
+      │  SerialReplica.add_batch           it is in hand from here on
+      │  Codec.prepare                     bodies -> frames
+      │  SerialReplica._send_next          one frame, by ProcessHandle.send
+      ▼
+    model process
+      │  BatchReplica._receive_message     the outcome of the oldest frame
+      │  SerialReplica._handle_outcome     and BatchReplica's, which it extends
+      │  Codec.give_results                outcome -> results
+      │  SerialReplica._commit_finished    by Committer.commit
+      ▼
+    Redis
 
 One thread waits for the reply to a fetch, for the model process and for the time, whichever is first.
 There are at most two executions: one is executed, while the other waits in the pipe or is being committed.
@@ -36,8 +48,9 @@ DECODE_DECAY: Final = 0.9  # of the time to decode a batch, with each that took 
 EARLY_FINISH_RATIO: Final = 0.8  # of the expected execution time: a batch may finish that early
 
 
-class Replica(BatchReplica[Execution]):
-    """See the module."""
+class SerialReplica(BatchReplica[Execution]):
+    """A batch replica with at most two executions, whose frames are executed in order. It fetches the next
+    batch shortly before it expects to be idle, and commits each when it is finished."""
 
     _busy_since_s = 0.0  # since when the first unfinished execution is executed
     _occupied_since_s = 0.0  # since when the frame that the process has is its own
@@ -73,9 +86,9 @@ class Replica(BatchReplica[Execution]):
             return False
         return self._fetch()
 
-    def _take_items(self, items: Sequence[Execution]) -> None:
+    def _add_fetched(self, items: Sequence[Execution]) -> None:
         for execution in items:
-            self.take(execution)
+            self.add_batch(execution)
 
     def _fetch_at_s(self) -> float:
         if (
@@ -92,10 +105,10 @@ class Replica(BatchReplica[Execution]):
             return 0.0 if self._decode_s else float("inf")
         return self._busy_since_s + EARLY_FINISH_RATIO * expected_s - PREFETCH_LEAD_S - self._decode_s
 
-    def take(self, execution: Execution) -> None:
+    def add_batch(self, execution: Execution) -> None:
         """Take a batch that was fetched or reclaimed, and decode it."""
         is_next = self._first_unfinished() is None
-        super().take(execution)
+        super().add_batch(execution)
         if is_next:
             self._busy_since_s = time.monotonic()
 
@@ -152,14 +165,14 @@ class Replica(BatchReplica[Execution]):
             header = header._replace(redis_ahead_us=self._clock.ahead_us)
         self.process.send(header, *frame.payload)
 
-    def _take_outcome(self, execution: Execution, outcome: OutcomeHeader, payload: Buffer) -> None:
+    def _handle_outcome(self, execution: Execution, outcome: OutcomeHeader, payload: Buffer) -> None:
         now_s = time.monotonic()
         occupied_us, self._occupied_since_s = int((now_s - self._occupied_since_s) * 1e6), now_s
         # While bodies are decoded the process is not occupied: that is a part of the way to it.
         execution.overhead_us += max(0, occupied_us - outcome.compute_us - outcome.waited_us)
         if outcome.decode_us:
             self._decode_s = max(outcome.decode_us / 1e6, DECODE_DECAY * self._decode_s)
-        super()._take_outcome(execution, outcome, payload)
+        super()._handle_outcome(execution, outcome, payload)
         if execution.is_finished:
             self._busy_since_s = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""Passes what becomes of requests to the meter, to the log and to the count of missed deadlines."""
+"""Accounts for what becomes of requests: in the metrics, in the log and in the count of missed deadlines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from carpool_batcher.meter import Meter
 SUMMARY_INTERVAL_S: Final = 1.0
 
 
-class Observer:
+class Accounting:
     """Is told each event of one model's requests once, while this batcher holds the lease."""
 
     def __init__(self, meter: Meter, log: Any, scheduler: Scheduler) -> None:
