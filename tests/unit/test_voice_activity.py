@@ -139,6 +139,6 @@ def test_sample_that_is_not_finite_is_rejected(model: VoiceActivity, value: floa
 def test_missing_package_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(voice_activity, "_PACKAGE", "no-such-package")
     with pytest.raises(
-        RuntimeError, match=r"needs the package no-such-package: .* pip install 'carpool\[voice\]'"
+        RuntimeError, match=r"needs the package no-such-package: .* pip install 'PATH\[voice\]'"
     ):
         VoiceActivity().load("cpu")
