@@ -466,8 +466,8 @@ def test_closing_ends_what_is_executed(ask: str) -> None:
 @BOTH
 def test_a_deadline_holds_through_both_models(ask: str) -> None:
     with LocalClient({**MODELS, "never": Never()}) as client:
-        with pytest.raises(DeadlineExceededError):
-            client.infer(ask, {"model": "never", "body": 1}, timeout=0.1)
+        with pytest.raises(DeadlineExceededError, match=f"{ask} -> never: "):
+            client.infer(ask, {"model": "never", "body": 1}, timeout=1.0)
         assert client.infer(ask, {"model": "Picky", "body": 3}) == 6
 
 
