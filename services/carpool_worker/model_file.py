@@ -42,7 +42,10 @@ _ONNX: Final = "onnx:"
 
 
 class Entry(NamedTuple):
-    """A model as it is declared, before a command line is taken into account. None: not declared."""
+    """A model as it is declared, before a command line is taken into account. None: not declared.
+
+    `parameters_in`: the file and the table that parameters are in, for errors; empty without a file.
+    """
 
     location: str
     folder: Path | None = None
@@ -50,6 +53,7 @@ class Entry(NamedTuple):
     settings: Mapping[str, str] = {}
     replicas: int | Literal["auto"] | None = None
     device: str | None = None
+    parameters_in: str = ""
 
 
 def read_model_file(path: Path) -> dict[str, Entry]:
@@ -91,17 +95,18 @@ def read_entry(table: Mapping[str, Any], folder: Path, where: str) -> Entry:
     location = table.get("object")
     if not isinstance(location, str) or not location:
         raise ValueError(f'{where}object must be the model, as in object = "model.py:Name"')
-    source = where.partition(": ")[0]
+    file, _, prefix = where.partition(": ")
+    source = f"{file}: [{prefix}parameters]"
     parameters = {
         name: Parameter(value, source, str(folder))
         for name, value in _table(table, "parameters", where).items()
     }
-    for name, file in _table(table, "parameter_files", where).items():
+    for name, text_file in _table(table, "parameter_files", where).items():
         if name in parameters:
             raise ValueError(f"{where}parameter_files.{name}: parameters has it as well; remove one of them")
-        if not isinstance(file, str):
-            raise ValueError(f"{where}parameter_files.{name}: {file!r:.80} must be the path of a file")
-        parameters[name] = read_parameter(folder / file, source)
+        if not isinstance(text_file, str):
+            raise ValueError(f"{where}parameter_files.{name}: {text_file!r:.80} must be the path of a file")
+        parameters[name] = read_parameter(folder / text_file, f"{file}: [{prefix}parameter_files]")
     return Entry(
         _located(location, folder),
         folder,
@@ -109,6 +114,7 @@ def read_entry(table: Mapping[str, Any], folder: Path, where: str) -> Entry:
         read_settings_of(_table(table, "settings", where), f"{where}settings."),
         _checked(table, "replicas", Replicas, where),
         _device(table, where),
+        source,
     )
 
 
