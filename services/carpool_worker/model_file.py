@@ -42,10 +42,7 @@ _ONNX: Final = "onnx:"
 
 
 class Entry(NamedTuple):
-    """A model as it is declared, before a command line is taken into account. None: not declared.
-
-    `parameters_in`: the file and the table that parameters are in, for errors; empty without a file.
-    """
+    """A model as it is declared, before a command line is taken into account. None: not declared."""
 
     location: str
     folder: Path | None = None
@@ -53,7 +50,7 @@ class Entry(NamedTuple):
     settings: Mapping[str, str] = {}
     replicas: int | Literal["auto"] | None = None
     device: str | None = None
-    parameters_in: str = ""
+    parameters_in: str = ""  # the file and the table that they are in, for errors; empty without a file
 
 
 def read_model_file(path: Path) -> dict[str, Entry]:
@@ -95,18 +92,18 @@ def read_entry(table: Mapping[str, Any], folder: Path, where: str) -> Entry:
     location = table.get("object")
     if not isinstance(location, str) or not location:
         raise ValueError(f'{where}object must be the model, as in object = "model.py:Name"')
-    file, _, prefix = where.partition(": ")
-    source = f"{file}: [{prefix}parameters]"
+    toml_file, _, prefix = where.partition(": ")
+    source = f"{toml_file}: [{prefix}parameters]"
     parameters = {
         name: Parameter(value, source, str(folder))
         for name, value in _table(table, "parameters", where).items()
     }
-    for name, text_file in _table(table, "parameter_files", where).items():
+    for name, file in _table(table, "parameter_files", where).items():
         if name in parameters:
             raise ValueError(f"{where}parameter_files.{name}: parameters has it as well; remove one of them")
-        if not isinstance(text_file, str):
-            raise ValueError(f"{where}parameter_files.{name}: {text_file!r:.80} must be the path of a file")
-        parameters[name] = read_parameter(folder / text_file, f"{file}: [{prefix}parameter_files]")
+        if not isinstance(file, str):
+            raise ValueError(f"{where}parameter_files.{name}: {file!r:.80} must be the path of a file")
+        parameters[name] = read_parameter(folder / file, f"{toml_file}: [{prefix}parameter_files]")
     return Entry(
         _located(location, folder),
         folder,
