@@ -71,15 +71,25 @@ class DryRun:
         self.has_changed_inputs = False
         self._codec = Codec(description_of(model))
         self._run: Callable[..., Any] = run_now
+        self._runner: asyncio.Runner | None = None
         self._calls: Calls | None = None
         if not isinstance(model, SteppingModel):
             if model.is_async:
-                self._run = asyncio.Runner().run
+                self._runner = asyncio.Runner()
+                self._run = self._runner.run
             if model.wants_clients:
                 self._calls = Calls(name, is_async=model.is_async)
         self._model = model
         if not isinstance(model, SteppingModel):
             self._model = replace(model, validate=self._observed(model.validate))
+
+    def close(self) -> None:
+        """Disconnect from Redis, and end the event loop, if the model needed them."""
+        if self._calls is not None:
+            self._run(self._calls.close())
+            self._calls.close_now()
+        if self._runner is not None:
+            self._runner.close()
 
     @property
     def calls_others(self) -> bool:

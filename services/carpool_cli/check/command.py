@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import chain
 from typing import Final
 
@@ -143,13 +144,18 @@ def _check(screen: Screen, name: str, model: LoadedModel | SteppingModel, bodies
         dry_run = DryRun(model, name)
     except ValueError as error:
         raise _NotCheckedError(f"cannot be tried out: {error}; serve it with `carpool up`") from None
+    with closing(dry_run):
+        return _try_out(screen, name, dry_run, bodies, model.settings.max_batch_size)
+
+
+def _try_out(screen: Screen, name: str, dry_run: DryRun, bodies: Bodies, size_max: int) -> int:
     memory = Memory()
     alone = [tried.results[0] for tried in _execute(dry_run, bodies, 1)]
     for index, result in enumerate(alone):
         screen.print(f"{bodies.label(index)}: {_shown(result)}")
     if dry_run.calls_others and any(result.status == UNAVAILABLE for result in alone):
         screen.print(_ASKS_OTHERS.format(name))
-    sizes = sorted({1, 2, model.settings.max_batch_size})
+    sizes = sorted({1, 2, size_max})
     batches: dict[int, list[Tried]] = {}
     needed: dict[int, Needed] = {}
     for size in sizes:
