@@ -1,4 +1,4 @@
-"""`carpool config MODEL [KEY=VALUE ...]`: show a model's settings as configured, or override some of them.
+"""`carpool config MODEL [KEY ... | KEY=VALUE ...]`: show a model's settings as configured, or override some.
 
 The active batcher may reject them; then its report says so (rules: `carpool_batcher.effective_settings`).
 """
@@ -21,11 +21,12 @@ from carpool.model_settings import POLICIES, ModelKind, ModelSettings
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable_json
 from carpool.store.connection import CommandError, Link
-from carpool.store.directory import Directory, ModelOverview
+from carpool.store.directory import Directory, ModelOverview, ProcessMemory
+from carpool.wire.registration import decode_settings_from
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered, describe_workers, read_differing
 from carpool_cli.refused import explain
-from carpool_cli.screen import Screen, build_table
+from carpool_cli.screen import Screen, build_table, size
 
 SHOWN_CHARS_MAX: Final = 60
 VERDICT_S_MAX: Final = 3.0  # a batcher follows a change within a second, and reports once a second
@@ -44,7 +45,9 @@ def _split(joined: object) -> object:
 
     pydantic-settings joins positional arguments with commas before they arrive here.
     """
-    return re.split(r",(?=[\w-]+=)", joined) if isinstance(joined, str) else joined
+    if not isinstance(joined, str):
+        return joined
+    return re.split(r",(?=[\w-]+=)" if "=" in joined else ",", joined)
 
 
 Changes = Annotated[list[str], NoDecode, BeforeValidator(_split)]
@@ -63,13 +66,16 @@ class ConfigSettings(ConnectionSettings):
 
     model: CliPositionalArg[str] = Field(description="the model's name; `carpool models` lists them")
     change: CliPositionalArg[Changes] = Field(
-        [], description="any number of KEY=VALUE to override a setting, or KEY= to remove the override"
+        [],
+        description="any number of KEY=VALUE to override a setting, or KEY= to remove the override; or of "
+        "KEY to show these alone",
     )
     as_json: bool = Field(False, description="print a JSON object instead of a table")
 
 
 class ConfiguredSetting(NamedTuple):
-    """A setting as it is configured. `source`: default, model, or operator. `has_effect`: on this model."""
+    """A setting as it is configured. `source`: default, model, file, --set, or operator. `has_effect`: on
+    this model."""
 
     value: str
     source: str
@@ -97,15 +103,15 @@ def main(argv: Sequence[str]) -> int:
     link = Link(settings.redis_url, name=f"carpool-config-{os.getpid()}")
     directory = Directory(link, settings.prefix)
     try:
-        effective, before = configure(directory, settings.model, settings.change)
+        asked = asked_for(settings.change)
+        changes = [] if asked else settings.change
+        effective, before = configure(directory, settings.model, changes)
         policy = effective["policy"].value
         workers = describe_workers(
             settings.model, read_differing(link, Keys(settings.model, settings.prefix))
         )
-        if settings.change:
-            report = verdict(directory, settings.model, policy)
-        else:
-            report = _read_report(directory.overview(settings.model))
+        overview = directory.overview(settings.model)
+        report = verdict(directory, settings.model, policy) if changes else _read_report(overview)
     except ConfigError as error:
         complain(f"carpool config: {error}")
         return 2
@@ -115,15 +121,18 @@ def main(argv: Sequence[str]) -> int:
     finally:
         directory.close()
     doubts = ModelSettings.from_mapping({name: of.value for name, of in effective.items()}).doubts()
-    notes = [note for note in (*doubts, workers, describe_policy(policy, report)) if note]
-    status = 2 if settings.change and report is not None and report.rejected_settings else 0
+    memory = describe_memory(effective["max_process_memory"].value, overview.memory)
+    notes = [note for note in (*doubts, memory, workers, describe_policy(policy, report)) if note]
+    status = 2 if changes and report is not None and report.rejected_settings else 0
+    if asked:
+        effective = {name: effective[name] for name in asked}
     if settings.as_json:
         print(printable_json({name: setting._asdict() for name, setting in effective.items()}))
         for line in notes:
             complain(f"carpool config: {line}")
         return status
     screen = Screen()
-    if settings.change:
+    if changes:
         show_changes(effective, before, screen)
         screen.print(f"\n`carpool config {settings.model}` shows all settings.")
     else:
@@ -213,6 +222,17 @@ def _check_policy(report: BatcherReport | None, policy: str) -> None:
         )
 
 
+def describe_memory(limit: str, processes: Sequence[ProcessMemory]) -> str:
+    """Whether `max_process_memory` is less than all processes of the model take; empty if it is not."""
+    resident = [process.resident for process in processes if process.resident]
+    if limit == "none" or not resident or min(resident) < int(limit):
+        return ""
+    return (
+        f"max_process_memory: each process of this model takes {size(min(resident))} or more. If it takes "
+        f"{size(int(limit))} as soon as the model is loaded, the setting has no effect"
+    )
+
+
 def describe_policy(policy: str, report: BatcherReport | None) -> str:
     """Why the configured settings are not in force, or may not be; empty if nothing speaks against it."""
     if report is None:
@@ -230,19 +250,30 @@ def describe_policy(policy: str, report: BatcherReport | None) -> str:
     )
 
 
+def asked_for(arguments: Sequence[str]) -> list[str]:
+    """The settings that are to be shown, where each argument is a name; else nothing. Raises ConfigError."""
+    if any("=" in argument for argument in arguments):
+        return []
+    return [_setting_name(argument) for argument in arguments]
+
+
+def _setting_name(text: str) -> str:
+    """The name of a setting as it was written. Raises ConfigError."""
+    name = text.strip().replace("-", "_")
+    if name not in ModelSettings.names():
+        similar = difflib.get_close_matches(name, ModelSettings.names(), n=1)
+        hint = f"did you mean {similar[0]}?" if similar else f"settings: {', '.join(ModelSettings.names())}"
+        raise ConfigError(f"no setting {name!r:.80}; {hint}")
+    return name
+
+
 def parse(changes: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The new overrides, and the names of those to remove. Raises ConfigError."""
     values: dict[str, str] = {}
     removed: list[str] = []
     for change in changes:
         name, equals, value = change.partition("=")
-        name = name.strip().replace("-", "_")
-        if name not in ModelSettings.names():
-            similar = difflib.get_close_matches(name, ModelSettings.names(), n=1)
-            hint = (
-                f"did you mean {similar[0]}?" if similar else f"settings: {', '.join(ModelSettings.names())}"
-            )
-            raise ConfigError(f"no setting {name!r:.80}; {hint}")
+        name = _setting_name(name)
         if not equals:
             raise ConfigError(f"{name}: write {name}=VALUE to override it, or {name}= to remove the override")
         if value:
@@ -253,13 +284,17 @@ def parse(changes: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def resolve(registered: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, ConfiguredSetting]:
-    """The effective settings: an operator's override, else the model's value, else the default."""
+    """The effective settings: an operator's override, else what a worker was given, else the model's value,
+    else the default."""
     effective = ModelSettings.from_mapping({**registered, **overrides}).as_text()
+    of_workers = decode_settings_from(registered)
     of_model, defaults = ModelSettings.from_mapping(registered).as_text(), ModelSettings().as_text()
 
     def source(name: str) -> str:
         if name in overrides:
             return "operator"
+        if name in of_workers:
+            return of_workers[name]
         return "model" if of_model[name] != defaults[name] else "default"
 
     kind = ModelKind.of(registered)

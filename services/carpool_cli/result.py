@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
@@ -12,8 +13,20 @@ from carpool.client.aio import AsyncClient
 from carpool.errors import CarpoolError
 from carpool.settings import ConnectionSettings, Seconds, read_settings
 from carpool.shown import complain
+from carpool.store.kept import RequestStatus
 from carpool_cli.infer import print_value
 from carpool_cli.refused import explain
+
+_HAS_ENDED: Final = "it has ended, and there is nothing to withdraw"
+_CANCELLED: Final[Mapping[RequestStatus, str]] = {
+    "waiting": "asked to withdraw it; its status is `failed` as soon as the batcher has done so",
+    "in flight": "asked to withdraw it; that has an effect only if its model steps, or executes several "
+    "batches at a time",
+    "done": _HAS_ENDED,
+    "failed": _HAS_ENDED,
+    "dead": _HAS_ENDED,
+    "unknown": "asked to withdraw it",
+}
 
 
 class ResultSettings(ConnectionSettings):
@@ -28,7 +41,9 @@ class ResultSettings(ConnectionSettings):
     status: bool = Field(
         False, description="print the state instead: waiting, in flight, done, failed, dead, or unknown"
     )
-    cancel: bool = Field(False, description="withdraw the request instead: if it waits, it is not executed")
+    cancel: bool = Field(
+        False, description="withdraw the request instead, if it has no result yet, and print its state before"
+    )
     raw: bool = Field(False, description="print a result of bytes or a tensor as its bytes")
 
 
@@ -54,8 +69,15 @@ def _failed(error: str) -> int:
 async def _do(settings: ResultSettings) -> None:
     async with AsyncClient(settings.redis_url, prefix=settings.prefix) as client:
         if settings.cancel:
-            await client.cancel(settings.id)
+            print(await _cancel(client, settings.id))
         elif settings.status:
             print(await client.status(settings.id))
         else:
             print_value(await client.result(settings.id, settings.timeout), raw=settings.raw)
+
+
+async def _cancel(client: AsyncClient, request_id: str) -> str:
+    """Withdraw a request, and return what can be said of it now: the batcher has not read it yet."""
+    status = await client.status(request_id)
+    await client.cancel(request_id)  # raises NotFoundError for one that is unknown
+    return f"{request_id} was {status}: {_CANCELLED[status]}"

@@ -238,6 +238,18 @@ def duration(seconds: float) -> str:
     return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
 
 
+def size(number: int) -> str:
+    """Bytes for people, such as 1.5 GiB."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if number >= factor:
+            return (
+                f"{number / factor:,.3g} {unit}"
+                if number < 1000 * factor
+                else f"{number / factor:,.0f} {unit}"
+            )
+    return f"{number} B"
+
+
 def count(number: int, singular: str, plural: str | None = None) -> str:
     """`1 process`, `2 processes`."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

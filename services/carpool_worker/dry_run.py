@@ -6,6 +6,7 @@ Bodies are decoded, executed in one batch, and the results encoded, by the code 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from carpool_worker.model_process.executor import run_now
 from carpool_worker.model_process.frame_execution import execute_frame_async
 from carpool_worker.model_process.loaded import description_of, kind_of
 from carpool_worker.model_process.model import LoadedModel, SteppingModel
-from carpool_worker.model_process.raised import whole_trace_of
+from carpool_worker.model_process.raised import name_of, whole_trace_of
 from carpool_worker.model_process.stepping.frames import Admit, Step
 from carpool_worker.model_process.stepping.stepper import Stepper
 from carpool_worker.stepping.execution import StepExecution
@@ -33,6 +34,7 @@ from carpool_worker.stepping.execution import StepExecution
 STEPS_MAX: Final = 1000
 UNFINISHED: Final = "UNFINISHED"  # the status of a request that was still being generated after these
 _ENTRY: Final = "1-0"
+_ADDRESS: Final = re.compile(r"\b0x[0-9a-f]+")  # in the text of an exception: another one each time
 Validate = Callable[[Any], object]
 
 
@@ -57,27 +59,47 @@ class Streamed(NamedTuple):
 class DryRun:
     """A loaded model and the worker's code around it. Models that bind sequences are not supported.
 
-    `traces`: the tracebacks of what the model raised so far, without repetitions. `has_changed_inputs`:
-    whether the model wrote into an array that it was given.
+    `has_changed_inputs`: whether the model wrote into an array that it was given.
     """
 
-    def __init__(self, model: LoadedModel | SteppingModel) -> None:
+    def __init__(self, model: LoadedModel | SteppingModel, name: str = "model") -> None:
+        """`name`: of the model, in the errors of those that it calls."""
         self.kind = kind_of(model)
         if self.kind is ModelKind.BOUND:
             raise ValueError("it binds sequences: each of their requests depends on those before it")
-        self.traces: dict[str, None] = {}
+        self._traces: dict[tuple[str, str], str] = {}  # by the name and the text of what was raised
         self.has_changed_inputs = False
         self._codec = Codec(description_of(model))
         self._run: Callable[..., Any] = run_now
+        self._runner: asyncio.Runner | None = None
         self._calls: Calls | None = None
         if not isinstance(model, SteppingModel):
             if model.is_async:
-                self._run = asyncio.Runner().run
+                self._runner = asyncio.Runner()
+                self._run = self._runner.run
             if model.wants_clients:
-                self._calls = Calls("model", is_async=model.is_async)
+                self._calls = Calls(name, is_async=model.is_async)
         self._model = model
         if not isinstance(model, SteppingModel):
             self._model = replace(model, validate=self._observed(model.validate))
+
+    def close(self) -> None:
+        """Disconnect from Redis, and end the event loop, if the model needed them."""
+        if self._calls is not None:
+            self._run(self._calls.close())
+            self._calls.close_now()
+        if self._runner is not None:
+            self._runner.close()
+
+    @property
+    def calls_others(self) -> bool:
+        """Whether the model asks others, which is sent to Redis."""
+        return self._calls is not None
+
+    @property
+    def traces(self) -> list[str]:
+        """The tracebacks of what the model raised so far: one for each error, however many batches had it."""
+        return list(self._traces.values())
 
     @property
     def continues(self) -> bool:
@@ -198,8 +220,13 @@ class DryRun:
 
         return call
 
-    def _keep(self, error: BaseException, _concerned: Sequence[int] = ()) -> None:
-        self.traces.setdefault(whole_trace_of(error))
+    def _keep(self, error: BaseException, concerned: Sequence[int] = ()) -> None:
+        if isinstance(error, CarpoolError):  # raised on purpose, and its text says all
+            return
+        name, trace = name_of(error), whole_trace_of(error)
+        if len(concerned) > 1 and any(name == known for known, _ in self._traces):
+            return  # a batch with a body on which the model also raises alone
+        self._traces.setdefault((name, _ADDRESS.sub("", trace)), trace)
 
 
 class _Generated:

@@ -50,6 +50,7 @@ class DeclaredModel(NamedTuple):
     settings: Mapping[str, str] = {}
     replicas: int | Literal["auto"] | None = None
     device: str | None = None
+    parameters_in: str = ""  # the file and the table that they are in, for errors; empty without a file
 
 
 def read_model_file(path: Path) -> dict[str, DeclaredModel]:
@@ -91,7 +92,8 @@ def read_entry(table: Mapping[str, Any], folder: Path, where: str) -> DeclaredMo
     location = table.get("object")
     if not isinstance(location, str) or not location:
         raise ValueError(f'{where}object must be the model, as in object = "model.py:Name"')
-    source = where.partition(": ")[0]
+    toml_file, _, prefix = where.partition(": ")
+    source = f"{toml_file}: [{prefix}parameters]"
     parameters = {
         name: Parameter(value, source, str(folder))
         for name, value in _table(table, "parameters", where).items()
@@ -101,7 +103,7 @@ def read_entry(table: Mapping[str, Any], folder: Path, where: str) -> DeclaredMo
             raise ValueError(f"{where}parameter_files.{name}: parameters has it as well; remove one of them")
         if not isinstance(file, str):
             raise ValueError(f"{where}parameter_files.{name}: {file!r:.80} must be the path of a file")
-        parameters[name] = read_parameter(folder / file, source)
+        parameters[name] = read_parameter(folder / file, f"{toml_file}: [{prefix}parameter_files]")
     return DeclaredModel(
         _located(location, folder),
         folder,
@@ -109,6 +111,7 @@ def read_entry(table: Mapping[str, Any], folder: Path, where: str) -> DeclaredMo
         read_settings_of(_table(table, "settings", where), f"{where}settings."),
         _checked(table, "replicas", Replicas, where),
         _device(table, where),
+        source,
     )
 
 

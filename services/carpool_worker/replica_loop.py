@@ -195,20 +195,22 @@ class ReplicaLoop(ABC, Generic[Item]):
             self._retire_process()
 
     def _log_raised(self, errors: Mapping[str, Sequence[int]]) -> None:
-        """Log what the model raised, with the requests concerned. `errors`: which these are, by name, as in
-        an outcome."""
+        """Log what the model raised, with the requests concerned; as a warning if a body is to blame.
+        `errors`: which these are, by name, as in an outcome."""
         told, self.process.raised = self.process.raised, []
         for raised in told:
             concerned = errors.get(raised.error)
-            more = {"left_out": raised.left_out} if raised.left_out else {}
-            self._log.error(
-                "model raised",
-                replica=self.name,
-                error=raised.error,
+            fields = {
+                "replica": self.name,
+                "error": raised.error,
                 **(self._shown(concerned) if concerned else self._shown()),
-                **more,
-                exception=raised.trace,
-            )
+                **({"left_out": raised.left_out} if raised.left_out else {}),
+                "exception": raised.trace,
+            }
+            if raised.of_body:
+                self._log.warning("model raised", **fields)
+            else:
+                self._log.error("model raised", **fields)
 
     @abstractmethod
     def _is_idle(self) -> bool:

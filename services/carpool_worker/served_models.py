@@ -91,10 +91,13 @@ def served_model(
     device: str | None = None,
 ) -> ServedModel:
     """A model that is declared, with what the options of this model alone say of it. Raises ValueError."""
+    of_flags = _settings(options)
     configuration = Configuration(
         parameters={**entry.parameters, **_parameters(options)},
-        settings={**entry.settings, **_settings(options)},
+        settings={**entry.settings, **of_flags},
         folder=entry.folder,
+        parameters_in=entry.parameters_in,
+        settings_from={**dict.fromkeys(entry.settings, "file"), **dict.fromkeys(of_flags, "--set")},
     )
     return ServedModel(
         name=name,

@@ -43,7 +43,7 @@ from carpool.store.eviction import eviction_warning
 from carpool.store.link_errors import reason_of
 from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
-from carpool.wire.registration import encode_registration
+from carpool.wire.registration import encode_registration, encode_settings_from
 from carpool_worker.batch_log import BatchLog
 from carpool_worker.batch_sources import Fetcher
 from carpool_worker.bound.inbox import Inbox
@@ -91,6 +91,7 @@ class Worker:
         """`configuration`: what the model is loaded with. `finish_streams`: when it drains, requests of a
         stepping model are finished, not handed over. `load_s_max`: how long the model may take to load."""
         self._url = url
+        self._settings_from = encode_settings_from(configuration.settings_from if configuration else {})
         self._finish_streams = finish_streams
         self._metrics = metrics
         self._keys = keys
@@ -151,7 +152,7 @@ class Worker:
         declared = encode_registration(
             ready.settings, ready.inputs, ready.outputs, ready.kind, ready.parameters, ready.version
         )
-        self._registrar = Registrar(self._name, declared)
+        self._registrar = Registrar(self._name, {**declared, **self._settings_from})
         self._limit_batches(self._registrar)
         self._heartbeat = Heartbeat(
             self._replicas,

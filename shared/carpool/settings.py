@@ -16,10 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn, Self, TypeVar, get_args
 from urllib.parse import quote, urlencode
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -556,15 +557,49 @@ def _add_argument(
         options["action"] = _AddLine
     if field is not None and _OF_TEXTS in field.metadata:
         options["action"] = _KeepTexts
+    if field is not None and names[0].startswith("-") and "metavar" in options:
+        is_url = names[0].endswith("-url")
+        options["metavar"] = "URL" if is_url else _metavar(field, options["metavar"])
     return parser.add_argument(*names, **options)
 
 
+_NAMED_VALUE: Final = re.compile("[A-Z]+=[A-Z]+")  # as a description begins with it
+# What a help text calls the value of a flag, in place of a type of Python.
+_METAVARS: Final[Mapping[str, str]] = {
+    "str": "TEXT", "int": "N", "float": "NUMBER", "Path": "PATH", "list[str]": "NAMES",
+    "{int,auto}": "N|auto",
+}  # fmt: skip
+
+
+def _metavar(field: FieldInfo, type_name: str) -> str:
+    """What a help text calls the value of a flag. `type_name`: what pydantic-settings calls it."""
+    if named := _NAMED_VALUE.match(field.description or ""):
+        return named[0]
+    for reader, unit in ((_seconds, "SECONDS"), (_milliseconds, "MS")):
+        if _is_read_by(reader, field):
+            return unit
+    return _METAVARS.get(type_name, type_name)
+
+
+def _is_read_by(function: Any, kind: Any) -> bool:
+    """Whether a type, or one of its alternatives, has this function as a validator."""
+    if isinstance(kind, FieldInfo):
+        return _is_read_by(function, kind.annotation) or _are_read_by(function, kind.metadata)
+    return _are_read_by(function, getattr(kind, "__metadata__", ())) or any(
+        _is_read_by(function, part) for part in get_args(kind)
+    )
+
+
+def _are_read_by(function: Any, metadata: Iterable[Any]) -> bool:
+    return any(getattr(one, "func", None) is function for one in metadata)
+
+
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves out defaults that mean that nothing is set."""
+    """Leaves out defaults that mean that nothing is set: for a flag such as --no-gateway, that is True."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        for empty in ("null", "", "\0", "False", "[]"):
+        for empty in ("null", "", "\0", "False", "True", "[]"):
             text = text.removesuffix(f" (default: {empty})")
         return text
 

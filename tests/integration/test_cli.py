@@ -483,6 +483,9 @@ def test_up_serves_a_file_of_models_with_what_the_command_line_replaces(tmp_path
         assert re.search("b is served after .*: 1 process, batches of up to 5", started.text())
         assert carpool(started.url, "infer", "a", "1").stdout == '["from a flag",12,3]\n'
         assert carpool(started.url, "infer", "b", "1").stdout == '["of the file",0,5]\n'
+        for model, source in (("a", "model"), ("b", "--set")):
+            row = carpool(started.url, "config", model, "max_batch_size").stdout.splitlines()[1]
+            assert row.split()[2] == source
         with redis.Redis.from_url(started.url) as client:
             (worker,) = client.zrange("carpool:{b}:workers", 0, -1)
         os.kill(int(worker.decode().rsplit("-", 2)[1]), signal.SIGKILL)  # HOST-PID-NUMBER/REPLICA

@@ -134,8 +134,8 @@ async def test_deadline_holds_through_both_stages(
     """Given that the second model is busy, expect that it never executes what the late request asked."""
     log, waiting = tmp_path / "log", Keys("Hold").requests
     busy = await occupied(stack, client, log, gate)
-    with pytest.raises(DeadlineExceededError):
-        await client.infer(ask, asked("Hold", ["late", str(log), str(gate)]), timeout=1.0)
+    with pytest.raises(DeadlineExceededError, match=f"{ask} -> Hold: "):
+        await client.infer(ask, asked("Hold", ["late", str(log), str(gate)]), timeout=2.0)
     await eventually(lambda: not stack.redis.xlen(waiting), "what it asked has expired")
     gate.touch()
     await busy

@@ -132,6 +132,21 @@ def test_each_setting_is_shown_with_its_source(stack: Stack) -> None:
     assert len(page) == 1 + len(settings)
 
 
+def test_one_setting_is_shown_alone(stack: Stack) -> None:
+    head, *rows = run(stack, MODEL, "max_batch_size", "max-queue-size").stdout.splitlines()
+    assert head.split()[:3] == ["setting", "value", "from"]
+    assert [row.split()[:3] for row in rows] == [
+        ["max_batch_size", "16", "model"],
+        ["max_queue_size", "10000", "default"],
+    ]
+    assert list(config(stack, MODEL, "policy")) == ["policy"]
+    done = run(stack, MODEL, "polcy")
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        "carpool config: no setting 'polcy'; did you mean policy?",
+    )
+
+
 def test_override_is_in_force_until_it_is_removed(stack: Stack, gate: Path) -> None:
     assert config(stack, MODEL, "max_batch_size=2")["max_batch_size"]["source"] == "operator"
     wait_until_applied(stack, "max_batch_size", "2")
@@ -195,7 +210,7 @@ def test_new_queue_delay_applies_to_the_next_request(stack: Stack) -> None:
             "tenant_weights is 'gold': must map tenants to weights of at least 0.001",
         ),
         (["Echo", "max_batchsize=8"], "no setting 'max_batchsize'; did you mean max_batch_size?"),
-        (["Echo", "max_batch_size"], "max_batch_size: write max_batch_size=VALUE"),
+        (["Echo", "max_batch_size", "policy=eager"], "max_batch_size: write max_batch_size=VALUE"),
         (["Ecko", "max_batch_size=8"], "model 'Ecko' is not registered; registered models: Echo"),
     ],
 )

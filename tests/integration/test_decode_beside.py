@@ -58,8 +58,9 @@ def test_each_body_is_decoded_and_each_result_encoded_and_fails_alone(stack: Sta
     text = results[f"{name}-text"]
     assert (text["text"], text["id"]) == ("text", f"{name}-text")
     assert (text["decoder"] in stack.served_by(model).children()) is (name == "InThreads")
-    logged = {event["error"].partition(" ")[0] for event in stack.served_by(model).events("model raised")}
-    assert logged == {"KeyError", "RuntimeError"}
+    events = stack.served_by(model).events("model raised")
+    logged = {event["error"].partition(" ")[0]: event["level"] for event in events}
+    assert logged == {"KeyError": "warning", "RuntimeError": "error"}  # of `decode`, and of `encode`
 
 
 @pytest.mark.parametrize("name", ["InThreads", "InProcesses"])

@@ -327,8 +327,17 @@ def test_from_a_shell(shared: Stack, tmp_path: Path, gate: Path) -> None:
     waiting = run("infer", "Echo", f'{{"gate": "{gate}"}}', "--enqueue")[1].strip()
     status, _, complaint = run("result", waiting, "--timeout", "0")
     assert (status, "no result within 0 s" in complaint) == (1, True)
-    assert run("result", waiting, "--cancel") == (0, "", "")
+    wait_until(lambda: run("result", waiting, "--status")[1] == "in flight\n", description="it is executed")
+    status, printed, _ = run("result", waiting, "--cancel")
+    assert (status, printed.startswith(f"{waiting} was in flight: asked to withdraw it; that")) == (0, True)
     gate.touch()
+    last = run("infer", "Echo", "2", "--enqueue", "--not-before", "60")[1].strip()
+    status, printed, _ = run("result", last, "--cancel")
+    assert (status, printed.startswith(f"{last} was waiting: asked to withdraw it; its")) == (0, True)
+    status, _, complaint = run("result", last)
+    assert (status, "CANCELLED" in complaint) == (1, True)
+    assert run("result", last, "--status") == (0, "failed\n", "")
+    assert run("result", last, "--cancel")[1].startswith(f"{last} was failed: it has ended")
     assert run("result", "Echo/none", "--status") == (0, "unknown\n", "")
     for arguments, part in (
         (("result", "Echo/none"), "NOT_FOUND: there is no request Echo/none"),

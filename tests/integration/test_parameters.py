@@ -101,7 +101,7 @@ def test_one_class_with_different_parameters_is_two_models(stack: Stack, folder:
     assert stack.redis.hget("carpool:{small}:model", "max_batch_size") == b"2"
     reason = wrong.wait_for("model cannot be loaded")["reason"]
     assert reason == (
-        "there is no parameter 'weight', did you mean weights?; "
+        "there is no parameter 'weight' (--param), did you mean weights?; "
         "the parameter weights is missing (--param weights=VALUE); "
         "the parameter times (--param) is 'many': must be a valid integer. "
         "Classifier takes weights: Path, token: str = '', times: int = 1"

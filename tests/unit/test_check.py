@@ -33,6 +33,9 @@ def shares(batch):
 def inverse(batch):
     return [1 / value for value in batch]
 
+def twice(body):
+    return body * 2
+
 def missing(batch):
     return batch[:-1]
 
@@ -104,6 +107,18 @@ class Buggy:
 class Counted:
     def predict(self, batch):
         return [1]
+
+class Nested:
+    def predict(self, batch):
+        return [self.one(body) for body in batch]
+    def one(self, body):
+        if body == 0:
+            raise OSError(f"cannot identify {object()}")
+        return body
+
+class Asking:
+    def predict(self, batch, clients):
+        return [client.infer("shout", body) for body, client in zip(batch, clients)]
 
 class Bound:
     binds_sequences = True
@@ -340,10 +355,30 @@ def test_failing_body_of_several_is_shown_with_its_traceback(checked: Check) -> 
     assert "1 of 3 bodies failed." in printed
 
 
+def test_an_error_has_one_traceback_however_many_batches_it_is_in(checked: Check) -> None:
+    Path("bodies.jsonl").write_text("1\n0\n2\n")
+    status, printed = checked("Nested", "@bodies.jsonl")
+    assert status == 1
+    assert printed.count("OSError: cannot identify <object object at 0x") == 1
+
+
+def test_a_model_that_asks_others_needs_redis_and_says_so(
+    checked: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CARPOOL_REDIS_URL", "redis://127.0.0.1:1/0")
+    status, printed = checked("Asking", "hello")
+    assert status == 1
+    assert "body 1: UNAVAILABLE: Asking -> shout: Redis at redis://127.0.0.1:1/0" in printed
+    assert "Asking asks other models, and `carpool check` sends that to Redis" in printed
+    assert "`carpool up`" in printed and "carpool.testing.LocalClient" in printed
+    assert "Traceback" not in printed, "the sentence says all"
+
+
 @pytest.mark.parametrize(
     ("model", "body", "reason"),
     [
-        ("missing", "1", "INTERNAL: the model returned 0 results for 1 requests"),
+        ("missing", "1", "INTERNAL: the model returned 0 results for 1 request: the argument is a list"),
+        ("twice", "7", "the model returned 2 results for 1 request: the argument is a list of bodies"),
         ("Picky", "4", "INVALID_ARGUMENT: the model rejected this body: is above 3"),
         ("Scaled", "[1, 2]", "INVALID_ARGUMENT: body"),
         ("shout", "7", "INTERNAL: the model failed on this request: "),

@@ -64,6 +64,17 @@ def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str])
         printed = capsys.readouterr()
         assert printed.out.startswith(f"usage: carpool {command} ")
         assert printed.err == ""
+        assert not re.findall(r"--\S+ (?:str|int|float|Path|list\[|\{int|Literal|Optional)", printed.out)
+        assert "(default: True)" not in printed.out, "of --no-...: it is not given"
+
+
+def test_help_says_what_a_flag_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    run("help", "up")
+    printed = capsys.readouterr().out
+    for flag in ("redis-url URL", "set SETTING=VALUE", "drain-s SECONDS", "data-dir PATH", "replicas N|auto"):
+        assert f"--{flag}" in printed
+    run("help", "infer")
+    assert "--timeout SECONDS" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.settings import read_settings
-from carpool.store.directory import ModelOverview
+from carpool.store.directory import ModelOverview, ProcessMemory
+from carpool.wire.registration import encode_settings_from
 from carpool.wire.report import BatcherReport, Gauges
 from carpool_cli import config
 from carpool_cli.config import (
@@ -20,6 +21,7 @@ from carpool_cli.config import (
     ConfigSettings,
     ConfiguredSetting,
     configure,
+    describe_memory,
     describe_policy,
     parse,
     resolve,
@@ -81,6 +83,7 @@ def test_parse_rejects_a_malformed_change(change: str, message: str) -> None:
         ([], []),
         (["max_batch_size=8"], ["max_batch_size=8"]),
         (["max_batch_size=8", "policy="], ["max_batch_size=8", "policy="]),
+        (["max_batch_size", "policy"], ["max_batch_size", "policy"]),
         (
             ["tenant_weights=gold:4,silver:2", "preferred_batch_sizes=4,8", "max_queue_size=9"],
             ["tenant_weights=gold:4,silver:2", "preferred_batch_sizes=4,8", "max_queue_size=9"],
@@ -108,6 +111,35 @@ def test_override_precedes_the_models_value_which_precedes_the_default() -> None
     assert found["result_ttl_ms"] == ("9000", "operator")
     assert found["max_batch_cost"] == ("none", "default")
     assert all(setting.meaning for setting in effective.values())
+
+
+def test_what_gives_a_setting_in_place_of_the_model_is_told() -> None:
+    """Expect the source also where the value is that of the model or the default."""
+    given = {"max_batch_size": "--set", "max_queue_size": "file", "policy": "file"}
+    registered = {**REGISTERED, **encode_settings_from(given)}
+    effective = resolve(registered, {"policy": "deferred"})
+    found = {name: effective[name].source for name in (*given, "result_ttl_ms")}
+    assert found == {**given, "policy": "operator", "result_ttl_ms": "default"}
+    for malformed in ("{", "[]", "7"):
+        assert resolve({**REGISTERED, "settings_from": malformed}, {})["max_batch_size"].source == "model"
+
+
+@pytest.mark.parametrize(
+    ("limit", "resident", "warns"),
+    [
+        ("none", [1 << 30], False),
+        (str(1 << 20), [], False),
+        (str(1 << 20), [0], False),  # the worker cannot tell
+        (str(1 << 20), [1 << 21, 1 << 22], True),
+        (str(1 << 22), [1 << 21, 1 << 23], False),  # one has grown, as others may
+    ],
+)
+def test_less_memory_than_all_processes_take_is_warned_of(
+    limit: str, resident: list[int], warns: bool
+) -> None:
+    told = describe_memory(limit, [ProcessMemory(one, 0) for one in resident])
+    assert told.startswith("max_process_memory: each process of this model takes 2") is warns
+    assert bool(told) is warns
 
 
 def test_override_is_shown_in_its_normal_form() -> None:

@@ -257,6 +257,25 @@ def test_error_raised_by_a_file_is_passed_on(tmp_path: Path) -> None:
         find_model(f"{file}:Model")
 
 
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        (
+            "import os\n1 / 0\nclass Edge: ...\ndef single(body): ...\n_x = 1\ndef _y(): ...",
+            "it has Edge, single; write {}:Edge",
+        ),
+        ("import os", "name an object of it, as in {}:Name"),
+        ("def (", "name an object of it, as in {}:Name"),
+    ],
+)
+def test_file_without_a_name_is_told_its_objects(tmp_path: Path, text: str, advice: str) -> None:
+    file = tmp_path / "edge.py"
+    file.write_text(text)
+    with pytest.raises(UnusableError) as raised:
+        find_model(str(file))
+    assert str(raised.value) == f"model '{file}' is a whole file: {advice.format(file)}"
+
+
 def test_misspelt_registered_name_is_recognised() -> None:
     with pytest.raises(ValueError, match=r"'sqare' does not exist: did you mean 'square'\? Or write module:"):
         find_model("sqare")

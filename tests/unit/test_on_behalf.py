@@ -69,6 +69,17 @@ def test_timeout_is_at_most_what_is_left(asked: dict[str, Any], expected: float)
     assert expected - 60 < options["timeout"] <= expected
 
 
+@pytest.mark.parametrize(("left_s", "return_s_max"), [(HOUR_S, 0.1), (1.0, 0.05)])
+def test_an_error_has_time_to_come_back(left_s: float, return_s_max: float) -> None:
+    """Expect that what is asked is late before the request is, whose batcher cannot say which model was."""
+    client = client_for(Origin("id", deadline_s=time.monotonic() + left_s))
+    timeout_s = client._prepare("inner", 1, {}).options["timeout"]
+    assert timeout_s is not None and client.seconds_left is not None
+    assert 0.9 * return_s_max < left_s - timeout_s
+    assert client.seconds_left - timeout_s <= return_s_max
+    assert prepared(Origin("id", deadline_s=time.monotonic() + left_s), timeout=0.5)["timeout"] == 0.5
+
+
 def test_nothing_is_asked_after_the_deadline() -> None:
     client = client_for(Origin("id", place=3, deadline_s=time.monotonic() - 1))
     assert client.seconds_left == 0

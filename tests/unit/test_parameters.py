@@ -20,6 +20,7 @@ from carpool.plugins import UnusableError
 from carpool_worker.model_process.configuration import HIDDEN, Configuration, Parameter
 from carpool_worker.model_process.model import LoadError, SteppingModel, load_configured
 from carpool_worker.model_process.parameters import read_parameters
+from carpool_worker.served_models import served_models
 
 FOLDER: Final = "/models/a"
 
@@ -116,7 +117,7 @@ def test_value_of_another_type_is_refused(kind: Any, value: Any, reason: str) ->
 
 def test_an_error_says_all_that_is_wrong_and_what_the_model_takes() -> None:
     assert refused(Classifier, given(weight="a.pt", threads="0")) == (
-        "there is no parameter 'weight', did you mean weights?; "
+        "there is no parameter 'weight' (--param), did you mean weights?; "
         "the parameter weights is missing (--param weights=VALUE); "
         "the parameter threads (--param) is '0': must be greater than or equal to 1. "
         "Classifier takes weights: Path, threads: int = 4"
@@ -306,6 +307,21 @@ def test_nothing_is_loaded_if_a_parameter_is_wrong(load: Callable[..., Any]) -> 
     assert sys.modules["carpool_test_parameters"].loaded == []
 
 
+@pytest.mark.usefixtures("load")
+def test_an_error_in_a_file_names_the_file_and_the_table(tmp_path: Path) -> None:
+    table, file = "[models.m.parameters]", tmp_path / "carpool.toml"
+    model = "[models.m]\nobject = 'carpool_test_parameters.py:Classifier'"
+    file.write_text(f"{model}\n{table}\nwieghts = 'a.pt'\nfail = 7\n")
+    (served,) = served_models([str(file)], device="cpu")
+    with pytest.raises(UnusableError) as caught:
+        load_configured(served.location, "cpu", Configuration.decode(served.configuration.encode()))
+    assert str(caught.value).startswith(
+        f"there is no parameter 'wieghts' ({file}: {table}), did you mean weights?; "
+        f"the parameter weights is missing ({file}: {table}, or --param weights=VALUE); "
+        f"the parameter fail ({file}: {table}) is 7: must be a valid boolean"
+    )
+
+
 def test_what_load_raises_has_no_secret(load: Callable[..., Any]) -> None:
     with pytest.raises(LoadError, match=re.escape(f"ValueError: not {HIDDEN}")) as caught:
         load("Classifier", weights="a.pt", fail="yes", token="s3cret")  # noqa: S106
@@ -352,6 +368,8 @@ def test_configuration_arrives_as_it_was_sent() -> None:
         parameters={"a": Parameter([1, "x", {"y": 2.5}], "carpool.toml", "/m", is_secret=True)},
         settings={"max_batch_size": "4"},
         folder=Path("/m"),
+        parameters_in="carpool.toml: [parameters]",
+        settings_from={"max_batch_size": "file"},
     )
     assert Configuration.decode(memoryview(sent.encode())) == sent
     assert Configuration.decode(Configuration().encode()) == Configuration()

@@ -109,7 +109,7 @@ class Told(list[Raised]):
 def test_worker_is_told_the_traceback_without_the_lines_of_carpool(model_of: Callable[[str], Any]) -> None:
     told = Told()
     told.execute(model_of("lacks_key"), {})
-    ((error, trace, left_out),) = told
+    ((error, trace, left_out, _),) = told
     assert (error, left_out) == ("KeyError at model.py:3", 0)
     assert 'body["speed"]' in trace
     assert "carpool_worker" not in trace

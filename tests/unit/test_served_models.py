@@ -165,6 +165,7 @@ def test_command_line_replaces_what_a_file_declares() -> None:
     small, large = served_models(["carpool.toml"], options, replicas=1, device="cpu")
     assert values(small)["weights"] == "b.pt"
     assert small.configuration.settings == {"max_batch_size": "4", "tenant_weights": "gold:4"}
+    assert small.configuration.settings_from == {"max_batch_size": "--set", "tenant_weights": "file"}
     assert large.configuration.settings == {"max_queue_delay_ms": "5"}
     assert small.devices == ["cpu"]
 

@@ -1,8 +1,10 @@
-"""`carpool check MODEL BODY...`: try a model out in this process, without Redis.
+"""`carpool check MODEL BODY...`: try a model out in this process.
 
 The model is loaded, and executes each body alone and all of them in batches, as a worker would have it do.
 Results that depend on the batch are the commonest mistake in a model, and the hardest one to see once it is
 served. Streams of a stepping model are cut, and resumed from their first chunks.
+
+That needs no Redis. Only what the model asks of other models is sent to one.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import chain
 from typing import Final
 
 from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from carpool.errors import OK, CarpoolError, Unhealthy
+from carpool.errors import OK, UNAVAILABLE, CarpoolError, Unhealthy
 from carpool.messages.requests import JSON
 from carpool.messages.results import Result
 from carpool.plugins import UnusableError
@@ -40,13 +43,19 @@ TIMED_S: Final = 0.5  # for which each batch size is repeated
 TIMED_RUNS_MAX: Final = 200
 SHOWN_CHARS: Final = 200
 SHOWN_MEMORY_BYTES: Final = 8 << 20  # less is not worth a line, and may be what libraries load
+_ASKS_OTHERS: Final = (
+    "{} asks other models, and `carpool check` sends that to Redis: to CARPOOL_REDIS_URL, or else to\n"
+    "redis://127.0.0.1:6379/0. Serve those models there with `carpool up`; or try them all together without\n"
+    "Redis, in a program with carpool.testing.LocalClient."
+)
 _HEADINGS: Final = ("batch", "time", "of a request", "requests/s", "steps")
 
 Sizes = Mapping[int, list[Tried]]  # batches with all bodies, by their size
 
 
 class CheckSettings(ModelSource, BodySettings):
-    """Load a model in this process, and execute each BODY alone, and all in batches. Needs no Redis.
+    """Load a model in this process, and execute each BODY alone, and all in batches. Needs no Redis, unless
+    the model asks other models: that is sent to the Redis of CARPOOL_REDIS_URL.
 
     BODY is JSON; text that is not JSON is a JSON string. @FILE is the contents of a file; of a FILE.jsonl
     each line is a body of its own, and of a folder, @FOLDER, each file. - is standard input. Exits with 1 if
@@ -85,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         return _failed(str(error))
     screen = Screen(sys.stdout)
     try:
-        return _check(screen, _load(screen, model), bodies)
+        return _check(screen, model.name, _load(screen, model), bodies)
     except _NotCheckedError as error:
         return _failed(str(error))
     except Unhealthy as error:
@@ -130,16 +139,23 @@ def _load(screen: Screen, served: ServedModel) -> LoadedModel | SteppingModel:
     return model
 
 
-def _check(screen: Screen, model: LoadedModel | SteppingModel, bodies: Bodies) -> int:
+def _check(screen: Screen, name: str, model: LoadedModel | SteppingModel, bodies: Bodies) -> int:
     try:
-        dry_run = DryRun(model)
+        dry_run = DryRun(model, name)
     except ValueError as error:
         raise _NotCheckedError(f"cannot be tried out: {error}; serve it with `carpool up`") from None
+    with closing(dry_run):
+        return _try_out(screen, name, dry_run, bodies, model.settings.max_batch_size)
+
+
+def _try_out(screen: Screen, name: str, dry_run: DryRun, bodies: Bodies, size_max: int) -> int:
     memory = Memory()
     alone = [tried.results[0] for tried in _execute(dry_run, bodies, 1)]
     for index, result in enumerate(alone):
         screen.print(f"{bodies.label(index)}: {_shown(result)}")
-    sizes = sorted({1, 2, model.settings.max_batch_size})
+    if dry_run.calls_others and any(result.status == UNAVAILABLE for result in alone):
+        screen.print(_ASKS_OTHERS.format(name))
+    sizes = sorted({1, 2, size_max})
     batches: dict[int, list[Tried]] = {}
     needed: dict[int, Needed] = {}
     for size in sizes:

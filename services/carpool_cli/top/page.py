@@ -21,7 +21,7 @@ from rich.text import Text
 
 from carpool.figures import Figures, Memory, Requests, SequenceFigures, Stepping
 from carpool.shown import printable
-from carpool_cli.screen import build_table, clip, count, duration
+from carpool_cli.screen import build_table, clip, count, duration, size
 
 NAME_COLUMNS: Final = 28  # of a model's name in the table of a terminal; the details show all of it
 _DETAIL_COLUMNS: Final = 110  # where details wrap in a pipe or a file
@@ -246,18 +246,6 @@ def _memory(memory: Memory) -> list[str]:
     if memory.largest < memory.total:  # of several processes
         shown = [f"{size(memory.largest)} in the largest process", f"{size(memory.total)} in all"]
     return [*shown, *([f"{size(memory.on_gpus)} of GPUs"] if memory.on_gpus else [])]
-
-
-def size(number: int) -> str:
-    """Bytes for people, such as 1.5 GiB."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if number >= factor:
-            return (
-                f"{number / factor:,.3g} {unit}"
-                if number < 1000 * factor
-                else f"{number / factor:,.0f} {unit}"
-            )
-    return f"{number} B"
 
 
 def _sequences(sequences: SequenceFigures) -> list[str]:

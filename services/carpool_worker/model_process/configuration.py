@@ -38,26 +38,35 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What one model is loaded with. `settings`: as text, by name. `folder`: where modules are found; None
-    for the working directory."""
+    """What one model is loaded with.
+
+    `settings`: as text, by name. `folder`: where modules are found; None for the working directory.
+    `parameters_in`: the table of a TOML file in which parameters may be given, for errors; empty for none.
+    `settings_from`: what gives each of the settings, `--set` or `file`.
+    """
 
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
+    parameters_in: str = ""
+    settings_from: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The payload of the message: JSON. Dates and times in parameters become text."""
         folder = None if self.folder is None else str(self.folder)
-        return json.dumps([self.parameters, self.settings, folder], default=_text_of_time).encode()
+        fields = [self.parameters, self.settings, folder, self.parameters_in, self.settings_from]
+        return json.dumps(fields, default=_text_of_time).encode()
 
     @classmethod
     def decode(cls, payload: Buffer) -> Self:
         """The inverse of `encode`."""
-        parameters, settings, folder = json.loads(bytes(payload))
+        parameters, settings, folder, parameters_in, settings_from = json.loads(bytes(payload))
         return cls(
             parameters={name: Parameter(*given) for name, given in parameters.items()},
             settings=settings,
             folder=None if folder is None else Path(folder),
+            parameters_in=parameters_in,
+            settings_from=settings_from,
         )
 
 

@@ -44,7 +44,7 @@ def with_model(location: str, configuration: Configuration, use: Callable[[Any, 
     secrets = [str(given.value) for given in parameters.values() if given.is_secret]
     try:
         model = find_model(location, configuration.folder, settings)
-        values = read_parameters(model, location, parameters)
+        values = read_parameters(model, location, parameters, configuration.parameters_in)
         secrets += values.secrets
         return use(model, Given(values, settings))
     except UnusableError as error:

@@ -223,11 +223,13 @@ class Raised(NamedTuple):
 
     Sent at once, ahead of the outcome or the Step that says which requests it concerns: what follows may kill
     the process. `error`: its name (`raised`). `left_out`: how many of that name were not sent since the last.
+    `of_body`: the body is to blame, as its producer is told, and not the model.
     """
 
     error: str
     trace: str
     left_out: int = 0
+    of_body: bool = False
 
     def message(self) -> tuple[Any, ...]:
         """The header of the message, which has no payload."""
@@ -244,7 +246,7 @@ class Raised(NamedTuple):
         return cls(*fields[1:])
 
 
-_RAISED_TYPES: Final = [str, str, str, int]
+_RAISED_TYPES: Final = [str, str, str, int, bool]
 
 
 class Measured(NamedTuple):

@@ -7,6 +7,7 @@ pyproject.toml.
 
 from __future__ import annotations
 
+import ast
 import difflib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -15,9 +16,11 @@ from typing import Any, Final
 
 from carpool.keys import MODEL_NAME
 from carpool.plugins import UnusableError, find_object, hide_arguments
+from carpool.text_files import read_text
 
 MODELS_GROUP: Final = "carpool.models"
 _ONNX: Final = "onnx:"
+_OBJECTS_SHOWN: Final = 8
 
 
 def registered_names() -> list[str]:
@@ -62,6 +65,8 @@ def find_model(location: str, folder: Path | None = None, settings: Mapping[str,
     if not colon:
         for entry_point in entry_points(group=MODELS_GROUP, name=location):
             return entry_point.load()
+    if location.endswith(".py") and (file := Path(location)).is_file():
+        raise UnusableError(f"model {location!r} is a whole file: {_objects_of(file)}")
     registered = registered_names()
     similar = difflib.get_close_matches(location, registered, n=1)
     hint = f"did you mean {similar[0]!r}? Or " if similar else ""
@@ -69,3 +74,20 @@ def find_model(location: str, folder: Path | None = None, settings: Mapping[str,
         f"model {location!r} does not exist: {hint}write module:Name, path/file.py:Name, onnx:FILE, "
         f"or a registered name ({', '.join(registered) or 'none'})"
     )
+
+
+def _objects_of(file: Path) -> str:
+    """How to name an object of a file, with those that may be models. Nothing of it is executed."""
+    try:
+        found = [
+            one.name
+            for one in ast.parse(read_text(file)).body
+            if isinstance(one, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and not one.name.startswith("_")
+        ]
+    except (OSError, ValueError, SyntaxError):  # what is wrong is said once its object is named
+        found = []
+    if not found:
+        return f"name an object of it, as in {file}:Name"
+    more = ", ..." if len(found) > _OBJECTS_SHOWN else ""
+    return f"it has {', '.join(found[:_OBJECTS_SHOWN])}{more}; write {file}:{found[0]}"

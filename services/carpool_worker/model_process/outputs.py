@@ -41,6 +41,9 @@ _EXPECTED: Final = (
     "return a list with one result for each request, one array with the batch first, or a dict of outputs by "
     "name, each of them such a list or array"
 )
+_ONE_REQUEST: Final = (  # often a function for one body, such as `body * 2`
+    "1 request: the argument is a list of bodies, here of one; return a list with a result for each"
+)
 # The methods of columns that give exact values, and None or another value of its own where one is missing.
 _LISTS: Final = ("to_list",)
 _LISTS_OF_TABLES: Final = ("to_list", "tolist", "to_pylist")
@@ -229,7 +232,8 @@ def _is_array(value: Any) -> bool:
 
 def _check_count(count: int, expected: int, where: str = "") -> None:
     if count != expected:
-        raise WrongOutputError(f"the model returned {count} results{where} for {expected} requests")
+        requests = _ONE_REQUEST if expected == 1 else f"{expected} requests"
+        raise WrongOutputError(f"the model returned {count} results{where} for {requests}")
 
 
 def _shown(names: Collection[Any]) -> str:

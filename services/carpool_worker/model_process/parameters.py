@@ -67,8 +67,9 @@ class _Declared(NamedTuple):
         return f"{declared} = {HIDDEN if is_hidden else _shown_default(self.default)}"
 
 
-def read_parameters(model: Any, location: str, given: Mapping[str, Parameter]) -> Values:
-    """Check what a model is given against what it declares.
+def read_parameters(model: Any, location: str, given: Mapping[str, Parameter], given_in: str = "") -> Values:
+    """Check what a model is given against what it declares. `given_in`: the table of a TOML file that has
+    parameters of this model, for errors.
 
     Raises UnusableError, which says all that is wrong, and what the model takes.
     """
@@ -78,7 +79,7 @@ def read_parameters(model: Any, location: str, given: Mapping[str, Parameter]) -
             raise UnusableError(f"{', '.join(sorted(given))} cannot be given: {_why_none(model, location)}")
         return Values()
     values: dict[str, Any] = {}
-    problems = [*_unknown(given, declared), *_missing(given, declared)]
+    problems = [*_unknown(given, declared), *_missing(given, declared, given_in)]
     for name in declared.keys() & given.keys():
         try:
             values[name] = _value(declared[name], given[name])
@@ -199,13 +200,16 @@ def _unknown(given: Mapping[str, Parameter], declared: Mapping[str, _Declared]) 
         if name not in declared:
             similar = difflib.get_close_matches(name, declared, n=1)
             hint = f", did you mean {similar[0]}?" if similar else ""
-            yield f"there is no parameter {name!r:.80}{hint}"
+            yield f"there is no parameter {name!r:.80} ({given[name].source}){hint}"
 
 
-def _missing(given: Mapping[str, Parameter], declared: Mapping[str, _Declared]) -> Iterator[str]:
+def _missing(
+    given: Mapping[str, Parameter], declared: Mapping[str, _Declared], given_in: str
+) -> Iterator[str]:
+    place = f"{given_in}, or " if given_in else ""
     for name, one in declared.items():
         if one.is_required and name not in given:
-            yield f"the parameter {name} is missing (--param {name}=VALUE)"
+            yield f"the parameter {name} is missing ({place}--param {name}=VALUE)"
 
 
 def _value(declared: _Declared, given: Parameter) -> Any:

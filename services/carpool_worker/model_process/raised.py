@@ -71,14 +71,17 @@ class RaisedLog:
         """Whether the model raised something since the last outcome or Step."""
         return bool(self._concerned)
 
-    def observe(self, error: BaseException, concerned: Sequence[int]) -> None:
-        """The model raised this on these requests. What it raises on purpose, with a status, is no error."""
+    def observe(self, error: BaseException, concerned: Sequence[int], *, of_body: bool = False) -> None:
+        """The model raised this on these requests. What it raises on purpose, with a status, is no error.
+        `of_body`: see Raised."""
         if isinstance(error, CarpoolError):
             return
         trace = whole_trace_of if self._is_debug else trace_of
-        self.observe_named(name_of(error)[:NAME_CHARS_MAX], partial(trace, error), concerned)
+        self.observe_named(name_of(error)[:NAME_CHARS_MAX], partial(trace, error), concerned, of_body=of_body)
 
-    def observe_named(self, name: str, trace: Callable[[], str], concerned: Sequence[int]) -> None:
+    def observe_named(
+        self, name: str, trace: Callable[[], str], concerned: Sequence[int], *, of_body: bool = False
+    ) -> None:
         """The same of an error of which only this is known. `trace` makes its traceback."""
         self._remember(name, concerned)
         now_s = self._now_s()
@@ -91,7 +94,7 @@ class RaisedLog:
             self._left_out.clear()
         self._told_at_s[name] = now_s
         self._told += 1
-        self._tell(Raised(name, shown.shortened(trace()), self._left_out.pop(name, 0)))
+        self._tell(Raised(name, shown.shortened(trace()), self._left_out.pop(name, 0), of_body))
 
     def observe_end(self, error: Unhealthy) -> None:
         """The process ends because of this."""

@@ -8,9 +8,10 @@
             boxes = await client.infer("detector", image)
             return await client.infer_many("classifier", [crop(image, box) for box in boxes])
 
-What a client sends inherits from its request: what is left of its deadline, tenant, priority and
-`traceparent`. Its correlation ID is made of the request's and of what is asked. So if the request is executed
-again, because a process died, the same is asked under the same ID.
+What a client sends inherits from its request: what is left of its deadline, but for a moment in which an
+error can come back, tenant, priority and `traceparent`. Its correlation ID is made of the request's and of
+what is asked. So if the request is executed again, because a process died, the same is asked under the same
+ID.
 
 Each request has the names of the models that wait for it (`called_by`). So a model that would wait for itself
 is found out: all its processes could wait for each other.
@@ -50,6 +51,10 @@ from carpool.wire.request_fields import CALLED_BY
 DEPTH_MAX: Final = 8  # models that may wait for one request
 ID_CHARS_MAX: Final = 100  # of a request's correlation ID, to be part of others
 _DIGEST_BYTES: Final = 12
+# Of what is left of a deadline, not given to who is asked: else its error, which says that it was late, would
+# come when the batcher has answered the request itself, and cannot say why.
+RETURN_SHARE: Final = 0.05
+RETURN_S_MAX: Final = 0.1
 _CALL_ENDED: Final = "the client was for one call of `predict`, which has ended"
 # Options that do not change the result.
 _NOT_ASKED: Final = frozenset({"timeout", "retries", "not_before", "correlation_id"})
@@ -183,6 +188,7 @@ class _OnBehalf:
         if left_s is not None:
             if not left_s:
                 raise DeadlineExceededError("the deadline had passed before it was asked")
+            left_s -= min(RETURN_SHARE * left_s, RETURN_S_MAX)
             asked_s = checked_timeout_s(options["timeout"]) if "timeout" in options else None
             inherited["timeout"] = left_s if asked_s is None else min(asked_s, left_s)
         own, given = self._origin.fields, options.get("fields") or {}
@@ -271,8 +277,8 @@ class AsyncRequestClient(_OnBehalf):
 
     async def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
         """Ask another model, and return its result; options as for AsyncClient.infer. `timeout` is at most
-        what is left of the deadline. Raises CarpoolErrors whose details name the models that they came
-        through."""
+        what is left of the deadline, but for a moment in which an error can come back. Raises CarpoolErrors
+        whose details name the models that they came through."""
         asked = self._prepare(model, body, options)
         return await self._result(asked, self._send(asked))
 

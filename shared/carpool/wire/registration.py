@@ -4,7 +4,8 @@ Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` 
 `stateful` for one whose states of sequences are in Redis, and `bound` for one that has them in its processes
 (`ModelKind`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
 Inference Protocol. `parameters` is a JSON map of what the model was loaded with, as text for people; secrets
-are hidden. `version` is the name of the model's version, if it declares one.
+are hidden. `settings_from` is one of the settings that are not the model's own, with what gives them: `--set`
+or `file`. `version` is the name of the model's version, if it declares one.
 
 Each worker declares such a hash. What is registered is made of those of living workers (`combined`).
 
@@ -23,7 +24,8 @@ from carpool.wire.tensors import TensorSpec
 
 VERSION: Final = "version"
 _TENSORS: Final = ("inputs", "outputs")
-OPTIONAL_FIELDS: Final = (*_TENSORS, "parameters", VERSION)
+_SETTINGS_FROM: Final = "settings_from"
+OPTIONAL_FIELDS: Final = (*_TENSORS, "parameters", _SETTINGS_FROM, VERSION)
 
 Registration = Mapping[str, str]
 """The fields of such a hash."""
@@ -53,6 +55,11 @@ def encode_registration(
     return fields
 
 
+def encode_settings_from(given: Mapping[str, str]) -> dict[str, str]:
+    """The field that says what gives settings in place of the model; no field if nothing does."""
+    return {_SETTINGS_FROM: json.dumps(given)} if given else {}
+
+
 def _fields_of(spec: TensorSpec) -> dict[str, Any]:
     fields = {name: getattr(spec, name) for name in _SPEC_FIELDS}
     return fields | {name: value for name in _SPEC_OPTIONS if (value := getattr(spec, name))}
@@ -70,8 +77,18 @@ def decode_outputs(registration: Mapping[str, str]) -> list[TensorSpec]:
 
 def decode_parameters(registration: Mapping[str, str]) -> dict[str, str]:
     """What a registered model was loaded with, for people; empty if malformed."""
+    return _decode_texts(registration, "parameters")
+
+
+def decode_settings_from(registration: Mapping[str, str]) -> dict[str, str]:
+    """What gives the settings that are not the model's own, as the worker that registered last declares it;
+    empty if malformed."""
+    return _decode_texts(registration, _SETTINGS_FROM)
+
+
+def _decode_texts(registration: Mapping[str, str], name: str) -> dict[str, str]:
     try:
-        found = json.loads(registration.get("parameters", "{}"))
+        found = json.loads(registration.get(name, "{}"))
     except (ValueError, RecursionError):
         return {}
     return {name: str(text) for name, text in found.items()} if isinstance(found, dict) else {}
@@ -112,9 +129,9 @@ def combined(
 
 
 def differing(declared: Sequence[Registration]) -> dict[str, dict[str, int]]:
-    """Fields that workers declare differently, but for the version: of each how many workers declare which
-    value, which is empty for a field that one does not have."""
-    names = sorted({name for fields in declared for name in fields} - {VERSION})
+    """Fields that workers declare differently, but for the version and what gives a setting: of each how many
+    workers declare which value, which is empty for a field that one does not have."""
+    names = sorted({name for fields in declared for name in fields} - {VERSION, _SETTINGS_FROM})
     counts = {name: Counter(fields.get(name, "") for fields in declared) for name in names}
     return {name: dict(of_one) for name, of_one in counts.items() if len(of_one) > 1}
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from carpool.errors import ABORTED, INTERNAL, CarpoolError
+from carpool.errors import ABORTED, INTERNAL, INVALID_ARGUMENT, CarpoolError
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.decoding.callers import Caller, ExchangingCaller, GivenUpError, ThreadCaller
@@ -214,7 +214,7 @@ class _Observing(RaisedLog):
         super().__init__(lambda _: None)
         self._observe = observe
 
-    def observe(self, error: BaseException, concerned: Sequence[int]) -> None:
+    def observe(self, error: BaseException, concerned: Sequence[int], *, of_body: bool = False) -> None:
         """See RaisedLog."""
         self._observe(error, concerned)
 
@@ -247,7 +247,7 @@ def run_decoded(
     began_ns = time.monotonic_ns()
     batch = decoding.wait()
     waited_us = (time.monotonic_ns() - began_ns) // 1000
-    _observe_all(raised, decoding.raised)
+    _observe_all(raised, decoding.raised, decoding.rejected)
     items = DecodedItems(decoding, batch, jobs)
     executed = _run(model, decoding.frame, items, states, raised.observe)
     return executed._replace(
@@ -280,12 +280,13 @@ def _run(
     return Executed(frame, *timed(run), states)
 
 
-def _observe_all(raised: RaisedLog, observed: Sequence[Observed]) -> None:
+def _observe_all(raised: RaisedLog, observed: Sequence[Observed], failures: Mapping[int, Failure]) -> None:
     for index, error, name, trace in observed:
+        of_body = failures[index][0] == INVALID_ARGUMENT
         if error is not None:
-            raised.observe(error, [index])
+            raised.observe(error, [index], of_body=of_body)
         else:
-            raised.observe_named(name, partial(str, trace), [index])
+            raised.observe_named(name, partial(str, trace), [index], of_body=of_body)
 
 
 def encoded(model: LoadedModel, executed: Executed, jobs: Jobs, raised: RaisedLog) -> Executed:
@@ -294,7 +295,7 @@ def encoded(model: LoadedModel, executed: Executed, jobs: Jobs, raised: RaisedLo
     indexes = [index for index in range(frame.size) if index not in outcome.failures]
     encoding = _Encoding(model, frame, indexes, rows_of(outcome.results))
     results = encoding.run(jobs)
-    _observe_all(raised, encoding.raised)
+    _observe_all(raised, encoding.raised, encoding.failures)
     failures = outcome.failures | encoding.failures
     return executed._replace(
         outcome=outcome._replace(failures=failures, results=results),
