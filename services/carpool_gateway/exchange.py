@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 from carpool.errors import CarpoolError
 from carpool_gateway.answers import JSON_HEADER, HttpError, error_body, http_error_of
+from carpool_gateway.limits import BodyMemory
 
 _NO_PARAMETERS: Final[Mapping[str, str]] = {}
 
@@ -15,10 +16,10 @@ _NO_PARAMETERS: Final[Mapping[str, str]] = {}
 class Connection(Protocol):
     """What an exchange needs of its connection: see `server.Connection`."""
 
+    memory: BodyMemory
+
     @property
     def is_draining(self) -> bool: ...
-    def take(self, exchange: Exchange, size: int) -> None: ...
-    def release(self, exchange: Exchange) -> None: ...
     def write_answer(self, exchange: Exchange, headers: bytes, body: bytes) -> None: ...
     def write_head(self, exchange: Exchange, headers: bytes) -> None: ...
     async def write_part(self, exchange: Exchange, part: bytes) -> None: ...
@@ -63,11 +64,19 @@ class Exchange:
         self.headers: dict[bytes, bytes] = {}
 
     def take(self, size: int) -> None:
-        """Count bytes of the body, beyond those that came. Raises HttpError if the gateway holds too many, or
+        """Count bytes of the body that are held in memory. Raises HttpError if the gateway holds too many, or
         if the client has gone: nothing would release them."""
         if self.is_gone:
             raise HttpError(499, "the client has gone")
-        self.connection.take(self, size)
+        self.connection.memory.take(size)
+        self.body_bytes += size
+
+    def drop_body(self) -> None:
+        """The body is needed no more."""
+        if self.body_bytes:
+            self.connection.memory.release(self.body_bytes)
+            self.body_bytes = 0
+            self.body = b""
 
     def header(self, name: bytes) -> str:
         """A header's value; empty if there is none."""

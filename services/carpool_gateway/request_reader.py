@@ -171,7 +171,7 @@ class RequestReader:
         size = int(announced)  # the parser refuses what is no number
         if size > self._limits.body_bytes:
             raise too_large(self._limits.body_bytes)
-        self._receiver.take(exchange, size)
+        exchange.take(size)
 
     def on_chunk_header(self) -> None:
         # Chunks of a byte each would take fifty times the memory of the body, and as much time.
@@ -189,7 +189,7 @@ class RequestReader:
         if b"transfer-encoding" in exchange.headers:
             if exchange.body_bytes + len(body) > self._limits.body_bytes:
                 raise too_large(self._limits.body_bytes)
-            self._receiver.take(exchange, len(body))
+            exchange.take(len(body))
         self._parts.append(body)
 
     def on_message_complete(self) -> None:

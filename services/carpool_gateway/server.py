@@ -150,6 +150,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, server: Server) -> None:
         self.server = server
+        self.memory = server.memory
         self._limits = server.limits
         self._reader = RequestReader(self, server.limits)
         self._transport: asyncio.Transport
@@ -230,21 +231,21 @@ class Connection(asyncio.Protocol):
             if exchange.on_gone is not None:
                 exchange.on_gone(exchange)
                 exchange.on_gone = None
-            self.release(exchange)
+            exchange.drop_body()
             self.server.app.on_done(exchange)
 
     def pause_writing(self) -> None:
         self._writable = self.server.loop.create_future()
         self.deadline_s = self.server.loop.time() + self._limits.write_s
         self._unread_bytes = self._transport.get_write_buffer_size()
-        self.server.memory.hold(self._unread_bytes)
+        self.memory.hold(self._unread_bytes)
 
     def resume_writing(self) -> None:
         if self._writable is None:
             return
         writable, self._writable = self._writable, None
         writable.set_result(None)
-        self.server.memory.release(self._unread_bytes)
+        self.memory.release(self._unread_bytes)
         if self._current is not None:
             self.deadline_s = self._answer_deadline_s
         elif self._ahead:
@@ -313,7 +314,7 @@ class Connection(asyncio.Protocol):
 
     def _on_answered(self, exchange: Exchange) -> None:
         """The answer was given to the transport: go on with the next request."""
-        self.release(exchange)
+        exchange.drop_body()
         self._current = None
         self.server.app.on_done(exchange)
         if exchange.is_last:
@@ -347,18 +348,6 @@ class Connection(asyncio.Protocol):
             self.deadline_s = now_s + (DRAIN_IDLE_S if self.server.is_draining else limits.idle_s)
         else:
             self.deadline_s = now_s + (limits.head_s if self._reader.phase is HEAD else limits.body_s)
-
-    def take(self, exchange: Exchange, size: int) -> None:
-        """Count bytes of a body. Raises HttpError if the gateway holds too many."""
-        self.server.memory.take(size)
-        exchange.body_bytes += size
-
-    def release(self, exchange: Exchange) -> None:
-        """The body of an exchange is needed no more."""
-        if exchange.body_bytes:
-            self.server.memory.release(exchange.body_bytes)
-            exchange.body_bytes = 0
-            exchange.body = b""
 
     # --- writing -------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class KeptRequests:
         known_ms = expiration_ms(asked.timeout_s) + (asked.result_ttl_ms or model.settings.result_ttl_ms)
         command = keep_command(keys, correlation_id, fingerprint, known_ms, fields, body, asked.result_ttl_ms)
         earlier = await self._calls.call(keys.requests, command)
-        exchange.connection.release(exchange)  # Redis has the body
+        exchange.drop_body()  # Redis has the body
         if earlier is not None and earlier != fingerprint:
             raise HttpError(422, "Idempotency-Key: another request was sent with this key")
         if earlier is not None:

@@ -178,7 +178,10 @@ class StepReplica(ReplicaLoop[Execution]):
         self._begin_lost_again()
         if not self.process.ready or self.succession.holds_back:
             return
-        self._configure_process()
+        limits = _limits(self._in_hand.settings, self.slots)
+        if limits != self._sent_limits:
+            self._sent_limits = limits
+            self.process.send_message(limits.message())
         while self._suspects and self._alone is None:
             suspect = self._suspects[0]
             if self._in_hand.has(suspect) and suspect.is_waiting:
@@ -208,13 +211,6 @@ class StepReplica(ReplicaLoop[Execution]):
         self._example_key = self._in_hand.new_key()
         admit = Admit(self._example_key, example.header.layouts, example.request, example.cost, True)
         self.process.put_message(admit.message(), example.payload)
-
-    def _configure_process(self) -> None:
-        """Send the limits of slots and results, if they have changed."""
-        limits = _limits(self._in_hand.settings, self.slots)
-        if limits != self._sent_limits:
-            self._sent_limits = limits
-            self.process.send_message(limits.message())
 
     def _admit(self, request: StepExecution, steps_alone: int = 0) -> None:
         execution, now_us = request.execution, self._store.clock.now_us()
