@@ -475,8 +475,9 @@ def test_draining_answers_what_has_begun() -> None:
             Connection(server.url)
 
 
-def test_draining_resets_no_connection() -> None:
-    """Given clients that open a connection for each request, expect that each is answered or refused."""
+def test_draining_resets_no_connection(capsys: pytest.CaptureFixture[str]) -> None:
+    """Given clients that open a connection for each request, expect that each is answered or refused. Linux
+    may refuse the filter that this needs to users who are not root: then the gateway says so."""
     answered, failed = [0] * 4, list[str]()
 
     def send(client: int, url: str) -> None:
@@ -496,6 +497,8 @@ def test_draining_resets_no_connection() -> None:
         assert server.call(server.server.drain(10))
         for client in clients:
             client.join(20)
+    if failed and "connections that are opened now may be reset" in capsys.readouterr().out:
+        pytest.skip("Linux refuses a filter of sockets here")
     assert not failed
 
 
