@@ -232,6 +232,7 @@ def test_a_batch_is_halved_while_results_of_the_one_before_it_are_encoded(
 def test_decoder_processes_have_the_parameters_and_hide_secrets(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret-of-decoders")
     given = ("--param", "joined_by=+", "--param-file", f"token={tmp_path / 'token'}")
+    stack.serve("beside.py:Encoded")  # and with it a batcher, if no test has started one
     stack.worker("given=beside.py:Given", *given, ready=False)
     wrong = stack.worker("wrong=beside.py:Given", *given, "--param", "refuses=true", ready=False)
     stack.wait_for_model("given")
