@@ -159,7 +159,7 @@ def _mistake(settings: InferSettings) -> str:
     if settings.stream and settings.sequence_id:
         return "--stream: a request of a sequence has one result, and no chunks; omit --stream"
     if settings.stream and settings.enqueue:
-        return "--stream: the chunks go to who waits for them; the result of --enqueue is the whole output"
+        return "--stream: chunks are for a client that waits; the result of --enqueue is the whole output"
     if not settings.enqueue and (settings.correlation_id or settings.result_ttl is not None):
         return "--correlation-id and --result-ttl: only with --enqueue"
     return ""

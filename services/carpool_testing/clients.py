@@ -130,7 +130,7 @@ class _LocalThread(_ClientThread):
 
 
 class CallersLoop(LoopThread):
-    """An event loop that runs in the thread of whoever waits for it, one at a time."""
+    """An event loop that runs in the thread that waits for a result; one thread at a time."""
 
     def __init__(self, on_end: Callable[[str], None]) -> None:
         super().__init__(on_end)

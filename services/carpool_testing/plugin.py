@@ -1,6 +1,6 @@
 """Fixtures for pytest: `carpool_stack`, a small real stack, and `carpool_client`, a Client of it.
 
-pytest imports this module for everybody who has Carpool installed, also where no test uses it. So nothing
+pytest imports this module wherever Carpool is installed, also where no test uses it. So nothing
 else is imported before a fixture is used.
 
 Why: docs/decisions/0102.

@@ -136,7 +136,7 @@ class WorkerMetrics(CommonMetrics):
         for reason in REPLACED_REASONS:
             self._replaced.labels(model, reason)
         self._memory = self._gauge_of_replicas(
-            "carpool_model_process_memory_bytes", "Resident memory of a model process"
+            "carpool_model_process_memory_bytes", "Resident memory of a model process and its children"
         )
         self._gpu_memory = self._gauge_of_replicas(
             "carpool_model_process_gpu_memory_bytes",

@@ -237,9 +237,11 @@ def _check(description: Description) -> None:
     if len(set(labels)) != len(labels) or len(labels) > LABELS_MAX:
         raise ValueError(f"metric {name}: may have up to {LABELS_MAX} labels, each once")
     if len(buckets) > BUCKETS_MAX or any(not isfinite(bound) for bound in buckets):
-        raise ValueError(f"metric {name}: may have up to {BUCKETS_MAX} buckets, each below a number")
+        raise ValueError(
+            f"metric {name}: may have up to {BUCKETS_MAX} buckets, whose bounds must be finite numbers"
+        )
     if list(buckets) != sorted(set(buckets)):
-        raise ValueError(f"metric {name}: its buckets must ascend")
+        raise ValueError(f"metric {name}: its buckets {buckets!r:.100} must ascend")
 
 
 REGISTRY: Final = Registry()

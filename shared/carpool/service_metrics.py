@@ -1,4 +1,4 @@
-"""What every service measures. prometheus-client counts and renders; `health` serves it.
+"""What every service measures. prometheus-client counts and renders; `health_server` serves it.
 
 Durations and sizes are counted here, in integers and a batch at a time: prometheus-client's `observe` costs
 0.8 µs a request, this costs 0.1. ops/prometheus/README.md documents every metric.

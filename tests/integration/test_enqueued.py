@@ -214,7 +214,7 @@ def test_another_request_under_the_same_id_is_refused(client: Client) -> None:
 
 @pytest.mark.parametrize("fields", [{"a": "b"}, {"results": b"\x92\x80\x80"}, {"results": b"\x91\x80"}])
 def test_a_malformed_result_is_an_error_of_its_own_request(shared: Stack, fields: dict[str, Any]) -> None:
-    """Whether it is there when somebody asks for it, or comes while he waits."""
+    """Whether it is there when it is asked for, or comes while it is waited for."""
 
     async def main() -> list[Any]:
         async with AsyncClient(shared.url) as client:

@@ -13,7 +13,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from carpool.keys import Keys
-from carpool.store.kept import keep_command
+from carpool.store.kept import keep_arguments, keep_command
 from support.http import Answer, Connection, call, request
 from support.stack import Service, Stack
 from support.waiting import wait_until
@@ -315,7 +315,8 @@ def test_nothing_is_written_of_a_request_whose_stream_cannot_be_made(shared: Sta
     keys, name = Keys("Echo"), "taken"
     shared.redis.set(keys.replies(name), "text", px=60_000)
     waiting = shared.redis.xlen(keys.requests)
+    arguments = keep_arguments(keys, name, b"fingerprint", 1000, {}, b"1")
     with pytest.raises(ResponseError, match="WRONGTYPE"):
-        shared.redis.execute_command(*keep_command(keys, name, b"fingerprint", 1000, {}, b"1"))
+        shared.redis.execute_command(*keep_command(*arguments))
     assert not shared.redis.exists(keys.kept(name))
     assert shared.redis.xlen(keys.requests) == waiting

@@ -1,4 +1,4 @@
-"""The examples of docs/testing.md, in a pytest of their own; and what those pay who use no fixture."""
+"""The examples of docs/testing.md, in a pytest of their own; and what pytest costs without a fixture."""
 
 from __future__ import annotations
 

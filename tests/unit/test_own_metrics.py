@@ -100,7 +100,7 @@ def test_the_same_call_returns_the_same_metric() -> None:
         (lambda: metrics.counter("x", "A", "a-b"), "'a-b' cannot be a label"),
         (lambda: metrics.counter("x", "A", "a", "a"), "each once"),
         (lambda: metrics.histogram("x", "A", buckets=(2, 1)), "must ascend"),
-        (lambda: metrics.histogram("x", "A", buckets=(1, float("inf"))), "each below a number"),
+        (lambda: metrics.histogram("x", "A", buckets=(1, float("inf"))), "must be finite numbers"),
         (lambda: metrics.counter("x", "A").inc(-1), "cannot be changed by -1"),
         (lambda: metrics.counter("x", "A", "a").inc(b=1), "its labels are a; given are b"),
         (lambda: metrics.histogram("x", "A").observe(float("nan")), "cannot be counted"),

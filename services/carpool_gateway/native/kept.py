@@ -25,6 +25,7 @@ from carpool.errors import DeadlineExceededError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID, Keys
 from carpool.store.kept import (
     fingerprint_of,
+    keep_arguments,
     keep_command,
     kept_result,
     owner_of_tenant,
@@ -75,8 +76,11 @@ class KeptRequests:
         fingerprint = fingerprint_of(asked.content_type, asked.fields, body)
         model = await self._catalog.model(asked.model)
         known_ms = expiration_ms(asked.timeout_s) + (asked.result_ttl_ms or model.settings.result_ttl_ms)
-        command = keep_command(keys, correlation_id, fingerprint, known_ms, fields, body, asked.result_ttl_ms)
-        earlier = await self._calls.call(keys.requests, command)
+        ttl_ms = asked.result_ttl_ms
+        arguments = keep_arguments(
+            keys, correlation_id, fingerprint, known_ms, fields, body, result_ttl_ms=ttl_ms
+        )
+        earlier = await self._calls.call(keys.requests, keep_command(*arguments))
         exchange.drop_body()  # Redis has the body
         if earlier is not None and earlier != fingerprint:
             raise HttpError(422, "Idempotency-Key: another request was sent with this key")

@@ -362,7 +362,7 @@ class AsyncClient:
     async def enqueue(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> str:
         """Send a request whose result any process may read, and return its ID: MODEL/CORRELATION_ID.
 
-        Once this returns, Redis has the request, and nobody who had to do with it has to live any more.
+        Once this returns, Redis has the request: this process need not live until the result is read.
         Enqueued again under its `correlation_id`, it is executed once, as long as its result is kept; with
         another body it is an InvalidArgumentError. Options are those of `infer`, but `timeout`, in which it
         must be executed, is an hour by default, and there are no `retries`. `result_ttl`: seconds for which

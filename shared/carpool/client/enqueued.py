@@ -1,8 +1,8 @@
 """Requests that are enqueued, and whose results any process reads by their IDs.
 
 An ID is MODEL/CORRELATION_ID. Redis keeps an enqueued request: a record of it, and its result
-(`carpool.store.kept`). So no process that had to do with it has to live any more. Nothing is withdrawn when a
-call is cancelled.
+(`carpool.store.kept`). So the processes that sent and executed it may end. Cancelling a call withdraws
+nothing.
 
 Why: docs/decisions/0101.
 """
@@ -55,13 +55,11 @@ from carpool.store.kept import (
     status_in_record,
 )
 
-FIRST_CHECK_S: Final = (
-    0.02  # after which time it is asked whether a request is known whose result is not there
-)
+FIRST_CHECK_S: Final = 0.02  # without a result for so long, check that the request exists
 CHECK_S: Final = 2.0  # and again, while its result is awaited
 PAUSE_S_MIN: Final = 0.001
 PAUSE_S_MAX: Final = 0.1
-PAUSE_RATIO: Final = 0.25  # of the time since somebody began to wait
+PAUSE_RATIO: Final = 0.25  # of the time since the last caller began to wait
 TOGETHER_MAX: Final = 64  # results in one reply
 _TTL_MS: Final = ModelSettings().result_ttl_ms  # of a result that its model decides: its own may differ
 
@@ -222,15 +220,15 @@ class EnqueuedRequests:
 
 
 def _new_id(tenant: Any) -> str:
-    """A correlation ID that nobody guesses. Of a tenant, one that a gateway shows to it."""
+    """A correlation ID that cannot be guessed. For a tenant, one that gateways show to the tenant."""
     owner = tenant.decode("utf-8", "replace") if isinstance(tenant, bytes) else tenant
     return (owner_prefix(owner_of_tenant(owner)) if owner else "") + secrets.token_hex(16)
 
 
 class _AwaitedResults:
-    """Results of one model for which somebody waits: all are asked for, again and again, until they come.
+    """The results of one model that are awaited: all are asked for, again and again, until they come.
 
-    The pause is a part of the time since somebody began to wait, so it is short for who just did.
+    The pause grows with the time since the last caller began to wait, so a new caller is answered soon.
     """
 
     def __init__(self, producer: Producer, keys: Keys) -> None:
@@ -239,7 +237,7 @@ class _AwaitedResults:
         self._futures: dict[str, list[asyncio.Future[Envelope]]] = {}  # by correlation ID
         self._asking: asyncio.Task[None] | None = None
         self._sleeper: asyncio.Future[None] | None = None
-        self._since_s = 0.0  # when somebody began to wait last
+        self._since_s = 0.0  # when the last caller began to wait
         self._together = TOGETHER_MAX
 
     async def wait(self, correlation_id: str, timeout_s: float) -> Envelope | None:
@@ -270,7 +268,7 @@ class _AwaitedResults:
                 del self._futures[correlation_id]
 
     async def _ask(self) -> None:
-        """Ask while somebody waits."""
+        """Ask while a result is awaited."""
         try:
             while self._futures:
                 await self._pause()

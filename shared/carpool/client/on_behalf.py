@@ -8,10 +8,10 @@
             boxes = await client.infer("detector", image)
             return await client.infer_many("classifier", [crop(image, box) for box in boxes])
 
-What a client sends inherits from its request: what is left of its deadline, but for a moment in which an
-error can come back, tenant, priority and `traceparent`. Its correlation ID is made of the request's and of
-what is asked. So if the request is executed again, because a process died, the same is asked under the same
-ID.
+What a client sends inherits from its request: tenant, priority, `traceparent`, and what is left of its
+deadline, less 5% (at most 0.1 s), so that an error can come back. Its correlation ID is derived from the
+request's and from what is asked: a request that is executed again, because a process died, asks under the
+same IDs.
 
 Each request has the names of the models that wait for it (`called_by`). So a model that would wait for itself
 is found out: all its processes could wait for each other.
@@ -51,15 +51,15 @@ from carpool.wire.request_fields import CALLED_BY
 DEPTH_MAX: Final = 8  # models that may wait for one request
 ID_CHARS_MAX: Final = 100  # of a request's correlation ID, to be part of others
 _DIGEST_BYTES: Final = 12
-# Of what is left of a deadline, not given to who is asked: else its error, which says that it was late, would
-# come when the batcher has answered the request itself, and cannot say why.
+# The share of the time left that an asked model does not get: its error, which names that model, must come
+# back before the batcher answers the request itself, because the batcher cannot say why it is late.
 RETURN_SHARE: Final = 0.05
 RETURN_S_MAX: Final = 0.1
 _CALL_ENDED: Final = "the client was for one call of `predict`, which has ended"
 # Options that do not change the result.
 _NOT_ASKED: Final = frozenset({"timeout", "retries", "not_before", "correlation_id"})
 
-# A model that is missing, or may not be called, is no fault of who sent the request.
+# A model that is missing, or may not be called, is not the fault of the producer.
 _STATUS_FOR_PRODUCER: Final[Mapping[str, str]] = {NOT_FOUND: UNAVAILABLE, PERMISSION_DENIED: INTERNAL}
 
 
@@ -277,7 +277,7 @@ class AsyncRequestClient(_OnBehalf):
 
     async def infer(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Any:
         """Ask another model, and return its result; options as for AsyncClient.infer. `timeout` is at most
-        what is left of the deadline, but for a moment in which an error can come back. Raises CarpoolErrors
+        what is left of the deadline, less 5% (at most 0.1 s) for an error to come back. Raises CarpoolErrors
         whose details name the models that they came through."""
         asked = self._prepare(model, body, options)
         return await self._result(asked, self._send(asked))

@@ -179,7 +179,7 @@ def optional_fields(options: RequestOptions, timeout_s: float | None) -> dict[st
     check_no_retries(options)
     if "result_ttl" in options:
         raise InvalidArgumentError(
-            "result_ttl: is an option of enqueue; other results go to who waits for them"
+            "result_ttl: is an option of enqueue; other results are for the client that waits"
         )
     fields: dict[str, Any] = {name: _sendable(name, value) for name, value in _given_fields(options)}
     if sum([len(name) + len(value) for name, value in fields.items() if type(value) is not int]) > (

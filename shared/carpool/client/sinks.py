@@ -30,8 +30,8 @@ class Reply(NamedTuple):
 
     `value`: what the model returned for this request; an array of numpy if it returned a tensor.
     `correlation_id`: that of the request.
-    `batch_size`: requests that were executed together, this one included.
-    `queue_us`: microseconds from its arrival in Redis to its dispatch.
+    `batch_size`: requests that were dispatched together, this one included.
+    `queue_us`: microseconds from its arrival in Redis until a model process took its batch.
     `compute_us`: microseconds that the model took for the batch; of a stream, for all of its steps.
     `first_us`: of a stream, microseconds from arrival to the first chunk; None if there was none.
     `version`: that of the model, as it declares it; empty if it declares none.

@@ -47,7 +47,7 @@ class DeadLetters:
         """Send its request again under the same correlation ID, and delete it. False: someone else did.
 
         All at once or not at all, in a transaction. What nobody has read of its result is deleted, and so is
-        a result that is read by ID: who reads gets the new one.
+        a result that is read by ID: readers get the new one.
         """
         result: tuple[tuple[Argument, ...], ...] = ()
         if "reply_to" not in letter.fields:

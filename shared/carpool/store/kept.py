@@ -1,9 +1,10 @@
 """Requests that are added once, and whose results are read by ID, by any process, until they expire.
 
-The ID is the correlation ID, and names a reply stream of its own. As long as the key `kept` lives, which has
-the record of the request, a request of this ID is not added again. The stream is there from when the
-request is added until its result expires. So a program that does not know whether its request was accepted,
-because a process died, sends it again and gets the one result; and so does any other that knows the ID.
+The ID is the correlation ID, and names a reply stream of its own, which exists from when the request is added
+until its result expires. While it exists, a request of this ID is not added again; while only the record (the
+key `kept`) is left, one is added again if its sender allows that (`again_after_result`). So a program that
+does not know whether its request was accepted sends it again, and gets the one result; and so does any other
+that knows the ID.
 
 Why: docs/decisions/0092, docs/decisions/0101.
 """
@@ -71,21 +72,10 @@ def keep_arguments(
     return script_keys, [fingerprint, known_ms, ttl, again, BODY_TTL_MS, stored, *flat]
 
 
-def keep_command(
-    keys: Keys,
-    correlation_id: str,
-    fingerprint: bytes,
-    known_ms: int,
-    fields: Mapping[str, Argument],
-    body: bytes,
-    result_ttl_ms: int | None = None,
-) -> Command:
-    """The command that runs KEEP: see `keep_arguments`. It is for a gateway: with the source, no batcher has
-    to have loaded the script. Other producers run it by its hash (`Producer.run`), and have no permission
-    for EVAL: with that, they could run a script that does not end, and stop Redis."""
-    script_keys, args = keep_arguments(
-        keys, correlation_id, fingerprint, known_ms, fields, body, result_ttl_ms=result_ttl_ms
-    )
+def keep_command(script_keys: Sequence[str], args: Sequence[Argument]) -> Command:
+    """The command that runs KEEP with what `keep_arguments` returns. It is for a gateway: with the source, no
+    batcher has to have loaded the script. Other producers run it by its hash (`Producer.run`), and have no
+    permission for EVAL: with that, they could run a script that does not end, and stop Redis."""
     return ("EVAL", KEEP.source, len(script_keys), *script_keys, *args)
 
 
@@ -134,7 +124,7 @@ def kept_result(reply: Any, correlation_id: str) -> dict[str, Any] | None:
 
 def envelope_of(entries: Sequence[Any], correlation_id: str) -> dict[str, Any]:
     """The envelope in the entries of a reply stream that is for one result. Raises InternalError if it is
-    malformed, which is no fault of who asks."""
+    malformed, which is not the caller's fault."""
     try:
         return _only_envelope(entries)
     except InvalidArgumentError as error:

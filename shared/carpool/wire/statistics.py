@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Final, NamedTuple, Self
 
-SIZES_COUNTED_MAX: Final = 128  # batches of more requests are counted by the next power of two
-
 
 class Durations(NamedTuple):
     """How often something was done, and how long that took together."""
@@ -25,7 +23,7 @@ class Durations(NamedTuple):
 
 
 class BatchStatistics(NamedTuple):
-    """Batches in which `size` requests succeeded. Above SIZES_COUNTED_MAX it is the upper end of a range,
+    """Batches in which `size` requests succeeded. Above 128 it is the upper end of a range,
     which begins above half of it.
 
     `requests`: all of these requests, whose times from arrival to result, and in the queue, are added up; and

@@ -40,6 +40,8 @@ and others. Its requests do not count, but nothing of them may be left over.
   victim, until all batches that were in flight are settled. From the end of the fault where it has one. Its
   bound for a worker: the lease, and the time of two full batches, one request at a time: what killed a worker
   must not take others with it.
+- bound: the longest recovery that is intended; kept: whether none was longer, and nothing above was wrong.
+  Where all counts are 0, `no` is a late recovery.
 - memory: the most that a process, or Redis, had.
 
 Measured on {machine}; seeds {seeds}.

@@ -57,7 +57,7 @@ class Caller(ABC):
 
     @abstractmethod
     def interrupt(self, reason: str) -> None:
-        """End what is called now, whose result nobody wants. For another thread. Raises Unhealthy if this
+        """End the current call, whose result is not needed. For another thread. Raises Unhealthy if this
         process has to end for that."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Caller(ABC):
 def called(beside: Beside, hook: str, value: Any, info: RequestInfo | None) -> Any:
     """What a method of the model returns for one request."""
     method = beside.decode if hook == "decode" else beside.encode
-    assert method is not None  # else nobody calls it
+    assert method is not None  # else it is not called
     return method(value, request=info) if hook in beside.take_request else method(value)
 
 

@@ -14,7 +14,6 @@ from carpool_worker.model_process.loaded import Beside
 HOOKS: Final = ("decode", "encode")
 IN: Final = ("threads", "processes")
 WORKERS_MAX: Final = 256
-ATTRIBUTES: Final = ("decode_in", "decode_workers", "decoded")
 
 
 def declared_beside(model: Any, decoded: Sequence[TensorSpec] = ()) -> Beside | None:

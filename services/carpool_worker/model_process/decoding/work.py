@@ -135,7 +135,7 @@ class Decoding:
         self._is_ready = not self._open
         self._broken: BaseException | None = None
         self.again: list[Decoding] = []  # of the same frame, whose late bodies were still decoded
-        self._running: dict[int, tuple[Caller, int]] = {}  # by request, who decodes it, and since when (ns)
+        self._running: dict[int, tuple[Caller, int]] = {}  # by request: its caller, and when it began (ns)
         self._began_ns = self._ended_ns = time.monotonic_ns()
 
     def start(self, jobs: Jobs) -> None:
@@ -149,7 +149,7 @@ class Decoding:
         return (self._ended_ns - self._began_ns) // 1000
 
     def wait(self) -> _Batch:
-        """Wait until all are decoded that somebody waits for. Raises Unhealthy, and what is unforeseen."""
+        """Wait until all bodies of requests in time are decoded. Raises Unhealthy, and what is unforeseen."""
         with self._changed:
             while not self._is_ready and self._broken is None:
                 late = [index for index in self._open if self._is_late(index)]
@@ -188,7 +188,7 @@ class Decoding:
 
     @property
     def is_running(self) -> bool:
-        """Whether a body is being decoded that `end_overdue` may end. After `wait` nobody waits for it."""
+        """Whether a body is being decoded that `end_overdue` may end. After `wait` no batch needs it."""
         return bool(self._running) or any(again.is_running for again in self.again)
 
     def end_overdue(self) -> None:
@@ -284,7 +284,7 @@ class Decoding:
             observed = None if isinstance(error, OutputError) else error
             raise _RejectedError(failure_of(error, INTERNAL), observed) from error
         with self._changed:
-            if index in self._open:  # else nobody waits for it, and the model may be running on the others
+            if index in self._open:  # else no batch needs it, and the model may be running on the others
                 self.costs[index] = cost
 
     def _take(
