@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from carpool.clock import RedisClock
-from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
+from carpool.errors import DEADLINE_EXCEEDED
 from carpool.messages.batches import Batch, BatchedRun, Dispatch, tickets_of_each
 from carpool.messages.requests import Entry, Run
 from carpool.messages.results import UNANSWERED, Refusal, Result
@@ -32,6 +32,7 @@ from carpool.wire.field_hints import warnings_of
 from carpool_batcher.accounting import Accounting
 from carpool_batcher.backlog import PIECE_DECODED, Backlog
 from carpool_batcher.core.deadlines import NO_WORKER
+from carpool_batcher.core.decisions import EXPIRED, WITHDRAWN
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler, earlier
 from carpool_batcher.core.sequences.sequence import did_not_succeed
 from carpool_batcher.effective_settings import EffectiveSettings
@@ -247,7 +248,7 @@ class Session:
         when that is answered: if this batcher ends before, the next one reads it."""
         withdrawn = self.scheduler.carry_out_withdrawals(now_us)
         for batch_id, first, run in withdrawn.cancelled:  # their worker learns of it soon
-            answers = list(_answers(first, run, now_us, *_WITHDRAWN))
+            answers = list(_answers(first, run, now_us, *WITHDRAWN))
             self._accounting.cancelled(self._answer_in_flight(batch_id, answers))
         refusals += withdrawn.refusals
         emptied += withdrawn.entries
@@ -346,7 +347,7 @@ class Session:
         for batch_id, first, run in expired:
             by_batch.setdefault(batch_id, []).append((first, run))
         is_stepping, now_us = self.scheduler.kind is ModelKind.STEPPING, self._clock.now_us()
-        status, detail = _EXPIRED_WHILE_STEPPING if is_stepping else _EXPIRED
+        status, detail = _EXPIRED_WHILE_STEPPING if is_stepping else EXPIRED
         if not self.scheduler.model_processes:
             detail += NO_WORKER
         for batch_id, runs in by_batch.items():
@@ -446,10 +447,8 @@ def _scheduler(settings: EffectiveSettings, snapshot: ModelSnapshot) -> Schedule
     return scheduler
 
 
-# Status and detail of requests that are answered in flight.
-_EXPIRED: Final = (DEADLINE_EXCEEDED, "expired: it was dispatched, but not executed by its deadline")
+# Status and detail of requests that are answered in flight, beside those of `core.decisions`.
 _EXPIRED_WHILE_STEPPING: Final = (DEADLINE_EXCEEDED, "expired: its output was not complete by its deadline")
-_WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
 
 
 def _answers(first: int, run: Run, now_us: int, status: str, detail: str) -> Iterator[Answer]:

@@ -223,7 +223,7 @@ def _check_policy(report: BatcherReport | None, policy: str) -> None:
 
 
 def describe_memory(limit: str, processes: Sequence[ProcessMemory]) -> str:
-    """Whether `max_process_memory` is less than all processes of the model take; empty if it is not."""
+    """Why `max_process_memory` may have no effect: all processes of the model take more. Else empty."""
     resident = [process.resident for process in processes if process.resident]
     if limit == "none" or not resident or min(resident) < int(limit):
         return ""

@@ -20,8 +20,8 @@ from carpool_cli.refused import explain
 _HAS_ENDED: Final = "it has ended, and there is nothing to withdraw"
 _CANCELLED: Final[Mapping[RequestStatus, str]] = {
     "waiting": "asked to withdraw it; its status is `failed` as soon as the batcher has done so",
-    "in flight": "asked to withdraw it; that has an effect only if its model steps, or executes several "
-    "batches at a time",
+    "in flight": "asked to withdraw it; a batch that is being executed ends only if its model steps, or "
+    "executes several batches at a time",
     "done": _HAS_ENDED,
     "failed": _HAS_ENDED,
     "dead": _HAS_ENDED,
@@ -54,8 +54,6 @@ def main(argv: Sequence[str]) -> int:
         return _failed("--status and --cancel: only one of them")
     try:
         asyncio.run(_do(settings))
-    except BrokenPipeError:  # of standard output
-        raise
     except CarpoolError as error:
         return _failed(explain(error))
     return 0

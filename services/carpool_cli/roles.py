@@ -113,7 +113,7 @@ _PRODUCE: Final = (
 )
 
 # To add requests whose results are read by ID.
-# By its hash only: with EVAL a producer could run a script that does not end, and stop Redis.
+# Producers run the script by its hash: with EVAL they could run one of their own that does not end.
 _ENQUEUE: Final = (
     Grant("the script keep, which batchers load", "evalsha", "requests kept replies body"),
     _Lua("keep"),

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from carpool.client.aio import AsyncClient
 from carpool.client.loop_thread import GRACE_S, LoopThread, RequestFuture
-from carpool.client.options import DEFAULT_TIMEOUT_S, checked_timeout_s
+from carpool.client.options import DEFAULT_TIMEOUT_S
 from carpool.client.producer import Producer
 from carpool.client.sequences import BlockingSequence
 from carpool.client.sync import Client, _ClientThread, _ThreadClient
@@ -125,7 +125,6 @@ class _LocalThreadClient(_ThreadClient):
 class _LocalThread(_ClientThread):
     def __init__(self, models: Models, timeout: float | None) -> None:
         super().__init__(None, None, timeout, "none", False, _LocalThreadClient(models, timeout))
-        self._timeout_s = checked_timeout_s(timeout)
         self.thread = CallersLoop(self._on_thread_end)
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
-from carpool.errors import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INVALID_ARGUMENT, CarpoolError, Unhealthy
+from carpool.errors import ABORTED, INVALID_ARGUMENT, CarpoolError, Unhealthy
 from carpool.keys import Keys
 from carpool.messages.batches import Batch, Dispatch
 from carpool.messages.requests import Run, SequencesEnd, Withdrawal
@@ -31,13 +31,13 @@ from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.messages.settled import BatchSettled
 from carpool.model_settings import ModelKind
 from carpool.parts import Buffer
-from carpool.rows import Rows, StoredBody
+from carpool.rows import NO_STORED_BODY, Rows, StoredBody
 from carpool.store.steps import StepReply, StepWrite
 from carpool.wire.batches import decode_batch, encode_batch
 from carpool.wire.content_types import answer_type
 from carpool.wire.requests import decode_entry
 from carpool.wire.results import encode_array_head, encode_chunk_envelope, encode_columns, encode_envelope
-from carpool_batcher.core.decisions import Cancel, Decision, Expire
+from carpool_batcher.core.decisions import EXPIRED, WITHDRAWN, Cancel, Decision, Expire
 from carpool_batcher.core.scheduler import Scheduler, earlier
 from carpool_worker.codec import Codec
 from carpool_worker.execution import Execution, Frame
@@ -52,10 +52,7 @@ from carpool_worker.stepping.execution import StepExecution
 from carpool_worker.stepping.in_hand import InHand
 
 PROCESS: Final = "local"  # the name of the model process
-LOST: Final = "sequence_id: no slot has its state; begin it again with sequence_start"
 _UNHEALTHY: Final = "the model says that nothing works any more in its process: {}"
-_WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
-_EXPIRED: Final = (DEADLINE_EXCEEDED, "expired: it was dispatched, but not executed by its deadline")
 _LOG: Final = logging.getLogger("carpool.testing")
 
 Executed = tuple[OutcomeHeader, Sequence[Buffer]]  # the outcome of a frame
@@ -137,7 +134,7 @@ class Engine(ABC):
         withdrawn = self._scheduler.carry_out_withdrawals(now_us())
         refusals, self._refused = [*self._refused, *withdrawn.refusals], []
         for cancel in withdrawn.cancelled:
-            self._answer(cancel, *_WITHDRAWN)
+            self._answer(cancel, *WITHDRAWN)
         self._apply(self._scheduler.poll(now_us()), refusals)
         self._advance()
 
@@ -157,7 +154,7 @@ class Engine(ABC):
             if isinstance(decision, Refusal):
                 refusals.append(decision)
             elif isinstance(decision, Expire):
-                self._answer(decision, *_EXPIRED)
+                self._answer(decision, *EXPIRED)
                 self._scheduler.in_flight.answered([decision.run])
                 positions = range(decision.position, decision.position + len(decision.run))
                 self._expired.setdefault(decision.batch_id, set()).update(positions)
@@ -206,7 +203,7 @@ class Engine(ABC):
                 if isinstance(body, StoredBody):
                     stored = self._bodies.get(self._keys.body(body.name))
                     if stored is None:
-                        execution.fail(position + at, INVALID_ARGUMENT, "body_key: nothing is stored there")
+                        execution.fail(position + at, INVALID_ARGUMENT, NO_STORED_BODY)
                     else:
                         bodies[at] = stored
             position += len(run.correlation_ids)

@@ -67,7 +67,7 @@ class DryRun:
         self.kind = kind_of(model)
         if self.kind is ModelKind.BOUND:
             raise ValueError("it binds sequences: each of their requests depends on those before it")
-        self._traces: dict[tuple[str, str], str] = {}  # by the name and the text of what was raised
+        self._traces: dict[tuple[str, str], str] = {}  # by the name of the error and its traceback
         self.has_changed_inputs = False
         self._codec = Codec(description_of(model))
         self._run: Callable[..., Any] = run_now

@@ -24,10 +24,9 @@ from carpool.parts import Buffer
 from carpool.rows import Rows
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
-from carpool_worker.model_process.frames import FrameHeader, RequestFields
+from carpool_worker.model_process.frames import DEATHS_MAX, FrameHeader, RequestFields
 
 EXPIRED: Final = "expired: its deadline passed before a worker had decoded it"
-DEATHS_MAX: Final = 2  # a request is dead-lettered after this many processes died while executing it
 EXAMPLE_SEQUENCE: Final = "(example)"  # no sequence of a producer: names of these have no brackets
 PRODUCERS_TOLD_MAX: Final = 16  # of a batch: those with the most requests that were not executed
 

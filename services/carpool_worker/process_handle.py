@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
 
+from carpool.child_processes import exit_cause, wait_or_kill
 from carpool.descriptor_wait import wait_until_ready
 from carpool.parts import PARTS_MAX, Buffer, drop_sent
 from carpool.prometheus import OF_WEB_PROGRAMS
@@ -50,7 +50,7 @@ Message = TypeVar("Message")
 
 
 def _ignore(_measured: Measured) -> None:
-    """Nobody wants to know."""
+    """Until the worker has set `on_measured`."""
 
 
 class ModelLoadError(Exception):
@@ -350,7 +350,7 @@ class ProcessHandle:
         if self._process is None:
             return "not started"
         try:
-            cause = _exit_cause(self._process.wait(timeout=1.0))
+            cause = exit_cause(self._process.wait(timeout=1.0))
             return self._ended_because or cause
         except subprocess.TimeoutExpired:
             return self._ended_because or "connection closed"
@@ -384,11 +384,7 @@ class ProcessHandle:
         """Close the connection, so that the process unloads its model and ends; kill it after `wait_s`."""
         self._close_connection()
         if self._process is not None:
-            try:
-                self._process.wait(timeout=wait_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            wait_or_kill(self._process, wait_s)
             self._process = None
 
 
@@ -402,12 +398,3 @@ def _environment() -> dict[str, str]:
     if url := own.get("CARPOOL_MODEL_REDIS_URL"):
         own["CARPOOL_REDIS_URL"] = url
     return own
-
-
-def _exit_cause(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

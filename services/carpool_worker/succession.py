@@ -197,7 +197,7 @@ class Succession:
         use = None if device == "cpu" else memory.gpu_use(self._process.pid)
         self._leaves_first = not has_space_beside(device, resident, memory.available_bytes(), use)
         self._log.info(
-            "model process has become old, another takes its place",
+            "model process has reached a limit, another takes its place",
             replica=name,
             pid=self._process.pid,
             reason=reason,

@@ -125,7 +125,8 @@ class Worker:
         metrics.watch_slots(self._slots_in_use, self._slots)
         for index, process in enumerate(self._processes):
             process.on_measured = partial(metrics.own.take, index)
-        metrics.watch_memory([self._memory_of(process) for process in self._processes])
+        self._memory = [self._memory_of(process) for process in self._processes]
+        metrics.watch_memory(self._memory)
 
     def start(self, stop: threading.Event) -> None:
         """Load the model in every process, register it as soon as Redis answers, and take batches.
@@ -337,8 +338,7 @@ class Worker:
 
     def _tell_memory(self, store: WorkerStore) -> None:
         """For `carpool top`. The leases of this worker must not depend on it."""
-        gauges = [self._memory_of(process) for process in self._processes]
-        told = [ProcessMemory(resident(), on_gpus()) for resident, on_gpus in gauges]
+        told = [ProcessMemory(resident(), on_gpus()) for resident, on_gpus in self._memory]
         with contextlib.suppress(CommandError):  # Redis is full, or has older rules for this role
             store.tell_memory(self._name, told, MEMORY_TTL_MS)
 

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 # How long a stored body is kept after the deadline of its request, which may be served late (see
 # `expiration_action`); and without a deadline. Batchers renew it while the request waits.
 BODY_TTL_MS: Final = 24 * 3600 * 1000
+NO_STORED_BODY: Final = "body_key: there is no body under this key; it expired, or was never stored"
 LARGE_BODY_BYTES: Final = 16 * 1024  # a body of so many bytes is stored
 
 

@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 REPLACED: Final = "model process replaced"
 REQUESTS_MAX: Final = 5000  # in which a process that is replaced after 20 has been replaced several times
-OLD: Final = "model process has become old, another takes its place"
+OLD: Final = "model process has reached a limit, another takes its place"
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,9 @@ from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_worker.batch_sources import Reclaimer
 from carpool_worker.committer import Committer
-from carpool_worker.execution import DEATHS_MAX, Execution
+from carpool_worker.execution import Execution
 from carpool_worker.member import Member
+from carpool_worker.model_process.frames import DEATHS_MAX
 from support.flaky_link import FlakyLink
 from support.wire import flat_of
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from carpool.plugins import UnusableError
 from carpool_worker.model_process.costs import cost_of, of_producers, parts_of
-from carpool_worker.model_process.executor import ListItems, Outcome, execute
+from carpool_worker.model_process.executor import ListItems, Outcome
 from carpool_worker.model_process.failures import WrongCostError
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.model import adapt, load_model
+from support.executing import execute
 
 COSTS = st.lists(st.integers(0, 50), max_size=30)
 

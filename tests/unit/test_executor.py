@@ -15,11 +15,12 @@ import pytest
 
 from carpool.errors import InvalidArgumentError, NotFoundError
 from carpool.wire.tensors import TensorSpec
-from carpool_worker.model_process.executor import ListItems, Outcome, StackedItems, execute
+from carpool_worker.model_process.executor import ListItems, Outcome, StackedItems
 from carpool_worker.model_process.frame_execution import execute_frame
 from carpool_worker.model_process.frames import Failure, FrameHeader
 from carpool_worker.model_process.model import LoadedModel, RequestInfo, adapt
 from carpool_worker.model_process.outputs import Stacked
+from support.executing import execute
 
 HOUR_US: Final = 3_600_000_000
 

@@ -21,7 +21,7 @@ from carpool.errors import (
 )
 from carpool_worker.model_process import broken_devices
 from carpool_worker.model_process.bound_executor import BoundExecutor
-from carpool_worker.model_process.executor import ListItems, execute
+from carpool_worker.model_process.executor import ListItems
 from carpool_worker.model_process.failures import CAUSES_MAX, failure_of
 from carpool_worker.model_process.frames import pack_values
 from carpool_worker.model_process.model import (
@@ -34,6 +34,7 @@ from carpool_worker.model_process.model import (
 )
 from carpool_worker.model_process.stepping.frames import Admit
 from carpool_worker.model_process.stepping.stepper import Stepper
+from support.executing import execute
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 

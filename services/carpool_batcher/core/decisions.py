@@ -3,8 +3,9 @@ Redis keeps of a sequence, or to tell a model process that a slot is free."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
 from carpool.messages.batches import Dispatch
 from carpool.messages.requests import Run
 from carpool.messages.results import UNANSWERED, Refusal
@@ -26,6 +27,10 @@ class Cancel(NamedTuple):
     position: int
     run: Run
 
+
+# Status and detail of requests that are answered in flight.
+EXPIRED: Final = (DEADLINE_EXCEEDED, "expired: it was dispatched, but not executed by its deadline")
+WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
 
 Decision = Dispatch | Refusal | Expire | SequenceChange | SlotFreed
 

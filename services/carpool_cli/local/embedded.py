@@ -24,6 +24,7 @@ from urllib.parse import quote
 
 import structlog
 
+from carpool.child_processes import wait_or_kill
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool.store.server_version import NEEDED, ServerVersion, of_binary
 
@@ -236,11 +237,7 @@ class EmbeddedRedis:
 
 def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     process.terminate()
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    wait_or_kill(process, timeout_s)
 
 
 def _preferred_server() -> Path:

@@ -25,6 +25,7 @@ from typing import Final, Literal, Protocol
 
 import structlog
 
+from carpool.child_processes import wait_or_kill
 from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
 from carpool.keys import Keys
@@ -172,15 +173,7 @@ class Service:
 
     def wait_or_kill(self, timeout_s: float) -> bool:
         """Wait until it has ended, and kill it after `timeout_s`. Whether it ended by itself."""
-        if self._process is None:
-            return True
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            return False
-        return True
+        return self._process is None or wait_or_kill(self._process, timeout_s)
 
 
 class WorkerService(Service):

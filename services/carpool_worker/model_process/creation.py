@@ -15,7 +15,7 @@ from carpool.model_settings import ModelSettings
 from carpool.plugins import UnusableError, reason_of
 from carpool_worker.model_process.configuration import Configuration, without
 from carpool_worker.model_process.loader import find_model
-from carpool_worker.model_process.parameters import Values, read_parameters
+from carpool_worker.model_process.parameters import Values, own_name, read_parameters
 
 T = TypeVar("T")
 
@@ -81,7 +81,6 @@ def declare(model: Any, settings: Mapping[str, Any]) -> None:
             setattr(model, name, value)
         except (AttributeError, TypeError):
             if getattr(model, name, None) != value:
-                shown = getattr(model, "__name__", type(model).__name__)
                 raise UnusableError(
-                    f"{name} cannot be set: {shown} takes no attributes; wrap it in a function"
+                    f"{name} cannot be set: {own_name(model)} takes no attributes; wrap it in a function"
                 ) from None

@@ -269,7 +269,8 @@ class Outcome(NamedTuple):
     `results` is a list, or Stacked where the model returned stacked arrays of one layout for all of them.
     `executed_together`: the number of items that the first call of the model executed, or the first of each
     part; 0 if one raised, or there was none. `raised`: the items on each of which it raised alone. `refused`:
-    those that `validate` rejected. `cost`: of all items in `parts`, as the model told it; 0 if it tells none.
+    those that `validate` or `decode` rejected.
+    `cost`: of all items in `parts`, as the model told it; 0 if it tells none.
     """
 
     failures: dict[int, Failure]
@@ -308,13 +309,6 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 def never_late(_index: int) -> bool:
     """Of requests without deadlines."""
     return False
-
-
-def execute(
-    model: LoadedModel, items: Items, requests: Sequence[Sequence[Any]], *more: Any, **named: Any
-) -> Outcome:
-    """As `execute_async`, of a model that is not async."""
-    return run_now(execute_async(model, items, requests, *more, **named))
 
 
 async def execute_async(

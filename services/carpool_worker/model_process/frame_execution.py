@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from typing import Any
 
 from carpool.errors import INTERNAL, RESOURCE_EXHAUSTED
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.bound_executor import BoundExecutor
 from carpool_worker.model_process.calls import FrameCalls
-from carpool_worker.model_process.executor import Outcome, decode_items, execute_async, never_late, run_now
+from carpool_worker.model_process.executor import (
+    Items,
+    Outcome,
+    decode_items,
+    execute_async,
+    never_late,
+    run_now,
+)
 from carpool_worker.model_process.failures import Observe, WrongOutputError, failure_of, not_observed
 from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
@@ -57,7 +65,21 @@ async def execute_frame_async(
         frame, payload, lambda: frames.divide_payload(again(), states_bytes)[0], model.inputs
     )
     started_ns = time.perf_counter_ns()
-    outcome = await execute_async(
+    outcome = await execution_of(model, frame, items, states, observe, calls)
+    header, data = outcome_of(model, frame, outcome, _us_since(started_ns))
+    return header, [data] if states is None else [data, states.without(header.failures)]
+
+
+def execution_of(
+    model: LoadedModel,
+    frame: FrameHeader,
+    items: Items,
+    states: States | None,
+    observe: Observe,
+    calls: FrameCalls | None = None,
+) -> Coroutine[Any, Any, Outcome]:
+    """The execution of a frame's items: to be awaited, or given to `run_now`. As `execute_frame_async`."""
+    return execute_async(
         model,
         items,
         frame.requests,
@@ -69,8 +91,6 @@ async def execute_frame_async(
         frame.costs,
         calls,
     )
-    header, data = outcome_of(model, frame, outcome, _us_since(started_ns))
-    return header, [data] if states is None else [data, states.without(header.failures)]
 
 
 def execute_bound_frame(

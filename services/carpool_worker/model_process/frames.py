@@ -55,6 +55,7 @@ _READS_MAX: Final = (
     64  # for one look at what has arrived: another process may write faster than this one reads
 )
 _BUFFER_BYTES: Final = 64 * 1024
+DEATHS_MAX: Final = 2  # processes that a request may end before it is given up
 _ONE_WRITE_BYTES_MAX: Final = 64 * 1024  # payloads below this are joined to their header: one system call
 _TENSOR: Final = 1  # msgpack extension types
 _ELEMENTS: Final = 2  # an array of texts or bytes
@@ -65,8 +66,8 @@ _ENDING: Final = "ending"
 _RAISED: Final = "raised"
 _MEASURED: Final = "measured"
 _AGAIN: Final = "again"
-_END_OF: Final = "end"  # of sequences
-_CANCEL: Final = "cancel"
+_END_SEQUENCES: Final = "end"
+_WITHDRAW_CALLS: Final = "cancel"
 
 MEASURED_INTERVAL_S: Final = 0.25  # between two messages of what a model measures
 
@@ -146,7 +147,7 @@ class EndSequences(NamedTuple):
 
     def message(self) -> tuple[Any, ...]:
         """The header of the message, which has no payload."""
-        return (_END_OF, *self)
+        return (_END_SEQUENCES, *self)
 
 
 class WithdrawCalls(NamedTuple):
@@ -160,17 +161,17 @@ class WithdrawCalls(NamedTuple):
 
     def message(self) -> tuple[Any, ...]:
         """The header of the message, which has no payload."""
-        return (_CANCEL, *self)
+        return (_WITHDRAW_CALLS, *self)
 
 
 def read_request(fields: Sequence[Any]) -> FrameHeader | EndSequences:
     """What a worker sends, from its header; to a stepping model it sends those of `stepping.frames`."""
-    return EndSequences(*fields[1:]) if fields[0] == _END_OF else FrameHeader(*fields)
+    return EndSequences(*fields[1:]) if fields[0] == _END_SEQUENCES else FrameHeader(*fields)
 
 
 def read_async_request(fields: Sequence[Any]) -> FrameHeader | WithdrawCalls:
     """What a worker sends to an async model, from its header."""
-    return WithdrawCalls(*fields[1:]) if fields[0] == _CANCEL else FrameHeader(*fields)
+    return WithdrawCalls(*fields[1:]) if fields[0] == _WITHDRAW_CALLS else FrameHeader(*fields)
 
 
 class OutcomeHeader(NamedTuple):

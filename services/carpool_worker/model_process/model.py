@@ -72,7 +72,7 @@ from carpool_worker.model_process.loaded import (
     SteppingModel,
 )
 from carpool_worker.model_process.padding import check_padding
-from carpool_worker.model_process.parameters import own_name
+from carpool_worker.model_process.parameters import arguments_of, own_name
 from carpool_worker.model_process.states import declared_states, initial_state
 from carpool_worker.model_process.stepping.requests import GeneratorModel
 
@@ -151,8 +151,8 @@ def adapt(model: Any, device: str, given: Given = _NOTHING) -> LoadedModel:
         load_decoder(model)
     return LoadedModel(
         run=_pipeline(model, predict, keeps_states=bool(states), is_async=is_async),
-        wants_requests="requests" in _parameters(predict),
-        wants_clients="clients" in _parameters(predict),
+        wants_requests="requests" in arguments_of(predict),
+        wants_clients="clients" in arguments_of(predict),
         is_async=is_async,
         states=states,
         initial_state=initial_state(model, states),
@@ -170,7 +170,7 @@ def _why_it_waits(*, is_async: bool, wants_clients: bool) -> str:
 
 def _check_beside(beside: Beside, predict: Callable[..., Any], declarations: Mapping[str, Any]) -> None:
     """Raise UnusableError for what has no meaning where single requests are decoded or encoded."""
-    if what := _why_it_waits(is_async=_is_async(predict), wants_clients="clients" in _parameters(predict)):
+    if what := _why_it_waits(is_async=_is_async(predict), wants_clients="clients" in arguments_of(predict)):
         raise UnusableError(
             f"the model has 'decode_in' or 'decode_workers', and its 'predict' {what}: such a model decodes "
             "and encodes within 'predict'"
@@ -300,7 +300,7 @@ def _check_kind(settings: ModelSettings, kind: ModelKind) -> None:
 
 
 def _check_takes_states(predict: Callable[..., Any], states: Sequence[StateSpec]) -> None:
-    parameter = _parameters(predict).get("states")
+    parameter = arguments_of(predict).get("states")
     if states and parameter is None:
         raise UnusableError("the model declares 'states', so its 'predict' must have a parameter `states`")
     if not states and parameter is not None and parameter.default is parameter.empty:
@@ -318,7 +318,7 @@ def _load(model: Any, device: str, given: Given) -> None:
 def _check_positional(load: Callable[..., Any]) -> None:
     _, *others = [
         argument.name
-        for argument in _parameters(load).values()
+        for argument in arguments_of(load).values()
         if argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
         and argument.default is argument.empty
     ] or [""]
@@ -351,7 +351,7 @@ def _pipeline(
 ) -> Callable[..., Any]:
     """What `LoadedModel.run` is."""
     preprocess, postprocess = getattr(model, "preprocess", None), getattr(model, "postprocess", None)
-    wanted = [name for name in ("requests", "states", "clients") if name in _parameters(predict)]
+    wanted = [name for name in ("requests", "states", "clients") if name in arguments_of(predict)]
     if not keeps_states and "states" in wanted:  # it has a default
         wanted.remove("states")
 
@@ -394,13 +394,6 @@ def _pipeline(
         return finish(await begin(batch, requests, states, clients))
 
     return run_async if is_async else run
-
-
-def _parameters(predict: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(predict).parameters
-    except (TypeError, ValueError):  # some C functions have no signature
-        return {}
 
 
 def _settings(model: Any, *, is_async: bool) -> ModelSettings:

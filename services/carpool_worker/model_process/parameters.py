@@ -280,6 +280,14 @@ def _shown_default(default: Any) -> str:
     return f"{str(default) if isinstance(default, Path) else default!r:.60}"
 
 
+def arguments_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters in the signature of a function of the model; none of one that has no signature."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some C functions
+        return {}
+
+
 def own_name(model: Any) -> str:
     """The name of a function or a class, or of the class of an object."""
     return str(getattr(model, "__name__", type(model).__name__))

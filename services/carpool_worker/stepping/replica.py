@@ -153,10 +153,11 @@ class StepReplica(ReplicaLoop[Execution]):
                 self._reject(execution)
                 continue
             request = self._in_hand.add(execution, time.monotonic())
-            settings = self._in_hand.settings
-            self.succession.limits = Limits(settings.max_requests_per_process, settings.max_process_memory)
             if execution.is_suspect:
                 self._suspects.append(request)
+        if executions:
+            settings = self._in_hand.settings
+            self.succession.limits = Limits(settings.max_requests_per_process, settings.max_process_memory)
 
     def _reject(self, execution: Execution) -> None:
         """Answer a batch of several requests, or of a sequence: it was dispatched when a model that does not

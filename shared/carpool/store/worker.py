@@ -14,7 +14,7 @@ from carpool.messages.results import DeadLetter, Result, RunResults
 from carpool.messages.sequences import SequenceChange
 from carpool.messages.settled import NOT_EXECUTED, Executed
 from carpool.model_settings import DEAD_LETTERS_MAX
-from carpool.rows import Body, StoredBody
+from carpool.rows import NO_STORED_BODY, Body, StoredBody
 from carpool.store.arguments import ScriptKeys, change_args, group_list_args, list_args
 from carpool.store.connection import Argument, Command, CommandError, Link, Script
 from carpool.store.dead_letters import DeadLetters
@@ -371,6 +371,6 @@ def _counted(
 
 def _wrong_length(found_bytes: int, body: StoredBody) -> str:
     if not found_bytes:
-        return "body_key: there is no body under this key; it expired, or was never stored"
+        return NO_STORED_BODY
     found = f"{found_bytes}" if found_bytes < body.size_bytes else "more"
     return f"body_key: {found} bytes, but body_bytes is {body.size_bytes}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -19,10 +19,8 @@ from carpool_worker.model_process.decoding.exchange import (
     write_returned,
 )
 from carpool_worker.model_process.decoding.process import DecoderLoadError, DecoderProcess
-from carpool_worker.model_process.frames import Measured, ProcessGoneError
+from carpool_worker.model_process.frames import DEATHS_MAX, Measured, ProcessGoneError
 from carpool_worker.model_process.loaded import Beside, RequestInfo
-
-DEATHS_MAX: Final = 2  # as of model processes: a request that ends as many is given up
 
 Keep = Callable[[Any], Any]  # takes what `decode` returned to where it is kept
 

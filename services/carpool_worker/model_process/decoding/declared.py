@@ -10,9 +10,10 @@ from typing import Any, Final
 from carpool.plugins import UnusableError
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.model_process.loaded import Beside
+from carpool_worker.model_process.parameters import arguments_of
 
 HOOKS: Final = ("decode", "encode")
-IN: Final = ("threads", "processes")
+DECODE_IN: Final = ("threads", "processes")
 WORKERS_MAX: Final = 256
 
 
@@ -33,7 +34,9 @@ def declared_beside(model: Any, decoded: Sequence[TensorSpec] = ()) -> Beside | 
         if inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook):
             raise UnusableError(f"the model's {name!r} must be a plain function that returns a value")
     _check_decoded(decoded, has_decode=hooks["decode"] is not None)
-    take_request = tuple(name for name, hook in hooks.items() if hook is not None and _takes_request(hook))
+    take_request = tuple(
+        name for name, hook in hooks.items() if hook is not None and "request" in arguments_of(hook)
+    )
     return Beside(
         hooks["decode"],
         hooks["encode"],
@@ -47,9 +50,9 @@ def declared_beside(model: Any, decoded: Sequence[TensorSpec] = ()) -> Beside | 
 def _where(where: Any) -> str:
     if where is None:
         return "threads"
-    if where not in IN:
+    if where not in DECODE_IN:
         raise UnusableError(
-            f"the model's 'decode_in' must be {' or '.join(map(repr, IN))}, not {where!r:.80}"
+            f"the model's 'decode_in' must be {' or '.join(map(repr, DECODE_IN))}, not {where!r:.80}"
         )
     return str(where)
 
@@ -78,13 +81,6 @@ def _check_decoded(decoded: Sequence[TensorSpec], *, has_decode: bool) -> None:
             raise UnusableError(f"tensor {spec.name!r} of 'decoded' is of BYTES: it must be numeric")
         if spec.cut:
             raise UnusableError(f"tensor {spec.name!r} of 'decoded' has cut, which is for outputs")
-
-
-def _takes_request(hook: Any) -> bool:
-    try:
-        return "request" in inspect.signature(hook).parameters
-    except (TypeError, ValueError):  # some C functions have no signature
-        return False
 
 
 def load_decoder(model: Any) -> None:

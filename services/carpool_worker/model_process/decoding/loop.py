@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from carpool.errors import ABORTED, INTERNAL, INVALID_ARGUMENT, CarpoolError
+from carpool.messages.results import GIVEN_UP
 from carpool.parts import Buffer
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.decoding.callers import Caller, ExchangingCaller, GivenUpError, ThreadCaller
 from carpool_worker.model_process.decoding.pool import Inline, Jobs, Pool
 from carpool_worker.model_process.decoding.process import HookRaisedError
 from carpool_worker.model_process.decoding.work import Bodies, DecodedItems, Decoding, Observed
-from carpool_worker.model_process.executor import Items, Outcome, decode_items, execute
+from carpool_worker.model_process.executor import Items, Outcome, decode_items, run_now
 from carpool_worker.model_process.failures import Observe, failure_of
-from carpool_worker.model_process.frame_execution import late_ones, lateness, outcome_of, timed
+from carpool_worker.model_process.frame_execution import execution_of, outcome_of, timed
 from carpool_worker.model_process.frames import Failure, FrameHeader, MessageSender, OutcomeHeader, Raised
 from carpool_worker.model_process.loaded import LoadedModel
 from carpool_worker.model_process.measured import MeasuredSender
@@ -65,7 +66,7 @@ class Executed(NamedTuple):
 
 
 class DecodingLoop:
-    """See the module."""
+    """Has bodies decoded ahead, executes frames in order, and has results encoded behind."""
 
     def __init__(
         self, sock: socket.socket, sender: MessageSender, model: LoadedModel, raised: RaisedLog, pool: Pool
@@ -265,18 +266,7 @@ def _run(
     states: States | None,
     observe: Observe,
 ) -> Executed:
-    run = partial(
-        execute,
-        model,
-        items,
-        frame.requests,
-        states,
-        lateness(frame),
-        late_ones(frame),
-        observe,
-        frame.cost_max,
-        frame.costs,
-    )
+    run = partial(run_now, execution_of(model, frame, items, states, observe))
     return Executed(frame, *timed(run), states)
 
 
@@ -342,7 +332,7 @@ class _Encoding:
                 self.raised.append(Observed(index, None, error.name, error.trace))
         except GivenUpError as error:
             self.given_up[index] = str(error)
-            self.failures[index] = (ABORTED, f"given up, and kept as a dead letter: {error}")
+            self.failures[index] = (ABORTED, f"{GIVEN_UP}: {error}")
         except BaseException as error:  # a library's panic, SystemExit: none may end this process
             try:
                 self.failures[index] = failure_of(error, INTERNAL)

@@ -5,15 +5,14 @@ It executes one call at a time, and belongs to the thread that started it.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
+from carpool.child_processes import exit_cause, wait_or_kill
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.apart import set_apart
 from carpool_worker.model_process.configuration import CONFIGURATION
@@ -51,7 +50,7 @@ class HookRaisedError(Exception):
 
 
 class DecoderProcess:
-    """See the module. `memory` has what is sent and what comes back."""
+    """One decoder process, of the thread that started it. `memory`: what both processes read and write."""
 
     def __init__(
         self, location: str, replica: str, configuration: bytes, on_measured: Callable[[Measured], object]
@@ -123,7 +122,7 @@ class DecoderProcess:
         written: Written = fields[0]
         return written
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> NoReturn:
         self._ended_because = reason
         self._end(wait_s=0)
         raise ProcessGoneError(reason)
@@ -143,11 +142,7 @@ class DecoderProcess:
             code = self._process.wait(timeout=STOP_S)
         except subprocess.TimeoutExpired:
             return "connection closed"
-        if code >= 0:
-            return f"exit code {code}"
-        with contextlib.suppress(ValueError):
-            return signal.Signals(-code).name
-        return f"signal {-code}"
+        return exit_cause(code)
 
     def close(self) -> None:
         """End it for good."""
@@ -160,11 +155,7 @@ class DecoderProcess:
             self._sock.close()
             self._sock = self._reader = None
         if self._process is not None:
-            try:
-                self._process.wait(timeout=wait_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            wait_or_kill(self._process, wait_s)
             self._process = None
 
 

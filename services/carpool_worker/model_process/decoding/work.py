@@ -26,6 +26,7 @@ from carpool.errors import (
     Unhealthy,
     error_for,
 )
+from carpool.messages.results import GIVEN_UP
 from carpool.parts import Buffer
 from carpool.wire.padding import pad_array, padded_shape, true_sizes
 from carpool.wire.tensors import Array, TensorSpec, for_numpy, in_datatype, unmasked, why_lost
@@ -238,7 +239,7 @@ class Decoding:
             observed = Observed(index, None, error.name, error.trace) if error.name else None
         except GivenUpError as error:
             reason = str(error)
-            failure = (ABORTED, f"given up, and kept as a dead letter: {reason}")
+            failure = (ABORTED, f"{GIVEN_UP}: {reason}")
         except _RejectedError as error:
             failure = error.failure
             observed = None if error.observed is None else Observed(index, error.observed)
@@ -506,7 +507,8 @@ class DecodedItems:
         if len(indexes) == len(part.indexes):
             self._handed_out.update(indexes)
         else:  # copies
-            rows = [part.indexes.index(index) for index in indexes]
+            row_of = {index: row for row, index in enumerate(part.indexes)}
+            rows = [row_of[index] for index in indexes]
             arrays = {name: array[rows] for name, array in arrays.items()}
         return next(iter(arrays.values())) if len(arrays) == 1 else dict(arrays)
 
