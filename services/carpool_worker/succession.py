@@ -17,6 +17,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Final, Literal, NamedTuple
 
 import structlog
@@ -69,6 +70,18 @@ def has_space_beside(
     return device == "cpu" or (gpu is not None and gpu.free_bytes >= BESIDE_RATIO * gpu.used_bytes)
 
 
+class Phase(Enum):
+    """Where the replacement of a process stands."""
+
+    NONE = auto()  # it is not replaced
+    LOADING = auto()  # the next one loads the model beside it, or is ready
+    SEEING_OFF = auto()  # the next one has its place, and it unloads its model
+    # Of one that ends before the next one is started:
+    FINISHING = auto()  # it executes what is in hand
+    LINGERING = auto()  # it may only tell what its model has measured
+    LEFT = auto()  # it is ending, or the next one is loading
+
+
 class Succession:
     """The age of the process that one replica has, and the one that takes its place. For the replica's
     thread; `close` is for any.
@@ -84,16 +97,14 @@ class Succession:
         self._process = process
         self._memory = memory.FamilyMemory()
         self._on_replaced = on_replaced
-        self._successor: ProcessHandle | None = None  # which loads the model, or has
-        self._is_full = False  # it takes as much memory as it may
-        self._successor_bytes: int | None = None  # what it took when it was ready
-        self._leaving: ProcessHandle | None = None  # which has been replaced, and unloads its model
-        self._leaves_first = False  # the process is to end before the next one is started
-        self._has_left = False  # it is ending, or the next one is loading
-        self._hang_up_at_s = 0.0
-        self._lingers = False  # the process is to end first, and may only tell what its model has measured
+        self._phase = Phase.NONE
         self._has_turn = False
         self._reason: Reason = "requests"
+        self._is_full = False  # the process takes as much memory as it may
+        self._successor: ProcessHandle | None = None  # LOADING
+        self._successor_bytes: int | None = None  # what it took when it was ready
+        self._leaving: ProcessHandle | None = None  # SEEING_OFF
+        self._hang_up_at_s = 0.0  # SEEING_OFF and LINGERING
         self._log = structlog.get_logger()
         self._look_at_s = 0.0
         self._paused_until_s = 0.0
@@ -117,12 +128,16 @@ class Succession:
     def holds_back(self) -> bool:
         """Whether nothing more is to be sent to the process: another one is ready to take its place, or will
         be, and this one takes as much memory as it may."""
-        return self._is_full or self._lingers or (self._successor is not None and self._successor.ready)
+        return (
+            self._is_full
+            or self._phase is Phase.LINGERING
+            or (self._successor is not None and self._successor.ready)
+        )
 
     @property
     def leaves_first(self) -> bool:
         """Whether the process ends as soon as nothing is in hand, before another one is started."""
-        return self._leaves_first and not self._has_left
+        return self._phase in (Phase.FINISHING, Phase.LINGERING)
 
     @property
     def stops_fetching(self) -> bool:
@@ -142,7 +157,7 @@ class Succession:
     def process_started(self) -> None:
         """The process died or was retired, and another one is started in its place, which is as new."""
         self._start_over()
-        if not self._has_left:
+        if self._phase is not Phase.LEFT:
             self._abandon()
 
     def run_once(self, name: str, *, is_idle: Callable[[], bool], may_begin: bool) -> bool:
@@ -195,7 +210,7 @@ class Succession:
         resident = self._memory.resident_bytes(self._process.pid)
         device = self._process.device
         use = None if device == "cpu" else memory.gpu_use(self._process.pid)
-        self._leaves_first = not has_space_beside(device, resident, memory.available_bytes(), use)
+        has_space = has_space_beside(device, resident, memory.available_bytes(), use)
         self._log.info(
             "model process has reached a limit, another takes its place",
             replica=name,
@@ -203,9 +218,10 @@ class Succession:
             reason=reason,
             requests=self._requests,
             resident_bytes=resident,
-            loads="afterwards" if self._leaves_first else "beside it",
+            loads="beside it" if has_space else "afterwards",
         )
-        if not self._leaves_first:
+        self._phase = Phase.LOADING if has_space else Phase.FINISHING
+        if has_space:
             self._successor = self._process.new_like()
             self._successor.spawn()
 
@@ -213,25 +229,35 @@ class Succession:
 
     def _go_on(self, name: str, is_idle: Callable[[], bool]) -> bool:
         self._look_whether_full()
-        if self._leaving is not None:
-            self._see_off(self._leaving)
-            return False
-        if self._leaves_first:
-            return self._leave_first(is_idle)
+        match self._phase:
+            case Phase.LOADING:
+                return self._change_places(name, is_idle)
+            case Phase.SEEING_OFF:
+                self._see_off()
+            case Phase.FINISHING | Phase.LINGERING:
+                return self._leave_first(is_idle)
+            case Phase.LEFT:
+                if self._process.ready:  # that is the next one
+                    self._end()
+        return False
+
+    def _change_places(self, name: str, is_idle: Callable[[], bool]) -> bool:
+        """Let the next process take the place, once it is ready and the old one has nothing in hand."""
         successor = self._successor
         assert successor is not None
-        if not successor.ready and not self._has_loaded(successor, name):
-            return False
-        if not is_idle():
+        if not (successor.ready or self._has_loaded(successor, name)) or not is_idle():
             return False
         self._process.exchange(successor)
         self._successor, self._leaving = None, successor
+        self._phase = Phase.SEEING_OFF
         self._hang_up_at_s = time.monotonic() + LINGER_S
         self._replaced(name)
         return True
 
-    def _see_off(self, leaving: ProcessHandle) -> None:
+    def _see_off(self) -> None:
         """A process that was replaced has a moment to tell what its model has measured, and then ends."""
+        leaving = self._leaving
+        assert leaving is not None
         if leaving.descriptor is not None:
             with contextlib.suppress(ProcessGoneError):
                 leaving.receive_message(read_answer)
@@ -246,9 +272,8 @@ class Succession:
 
     def _look_whether_full(self) -> None:
         limit_bytes = self.limits.memory_bytes
-        if (
-            limit_bytes is not None and not self._leaves_first
-        ):  # at each turn of the loop: it is near the limit
+        if limit_bytes is not None and self._phase in (Phase.LOADING, Phase.SEEING_OFF):
+            # At each turn of the loop, because it is near the limit.
             self._is_full = (self._memory.resident_bytes(self._process.pid) or 0) >= limit_bytes
 
     def _has_loaded(self, successor: ProcessHandle, name: str) -> bool:
@@ -271,19 +296,16 @@ class Succession:
         return True
 
     def _leave_first(self, is_idle: Callable[[], bool]) -> bool:
-        if self._has_left:
-            if self._process.ready:  # that is the next one
-                self._has_left = self._leaves_first = False
-                self._end()
-            return False
-        if not self._lingers:
+        """End the process once it has nothing in hand, so that there is space for the next one."""
+        if self._phase is Phase.FINISHING:
             if not is_idle():
                 return False
-            self._lingers = self._process.has_measured
-            self._hang_up_at_s = time.monotonic() + LINGER_S
-        if self._lingers and time.monotonic() < self._hang_up_at_s:
+            if self._process.has_measured:
+                self._phase = Phase.LINGERING
+                self._hang_up_at_s = time.monotonic() + LINGER_S
+        if self._phase is Phase.LINGERING and time.monotonic() < self._hang_up_at_s:
             return False
-        self._has_left, self._lingers = True, False
+        self._phase = Phase.LEFT
         self._process.hang_up()
         self._on_replaced(self._reason)
         return True
@@ -299,11 +321,11 @@ class Succession:
         successor, self._successor = self._successor, None
         if successor is not None:
             successor.close(0)
-        self._leaves_first = self._lingers = False
-        if self._leaving is None:
+        if self._phase is not Phase.SEEING_OFF:
             self._end()
 
     def _end(self) -> None:
+        self._phase = Phase.NONE
         self._is_full = False
         if self._has_turn:
             self._has_turn = False

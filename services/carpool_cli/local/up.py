@@ -193,25 +193,31 @@ def _supervise(supervisor: Supervisor, settings: UpSettings, screen: Screen, sto
     """Supervise the stack until `stop`. Print when each model is served, and commands to call them."""
     started_s = time.monotonic()
     notice_at_s = started_s + LOADING_NOTICE_INTERVAL_S
-    is_announced = False
     reloader = Reloader(supervisor, screen.print) if settings.reload else None
     while not stop.wait(POLL_S):
-        if reloader is not None and is_announced:
-            reloader.run_once()
         for worker in supervisor.run_once():
-            if not is_announced:
-                screen.print(served_line(worker))
-                _warn_of_policy(supervisor, worker, screen)
-        if is_announced:
-            continue
+            screen.print(served_line(worker))
+            _warn_of_policy(supervisor, worker, screen)
         if supervisor.serving:
-            is_announced = True
             _print_commands(supervisor, settings, screen)
-        elif time.monotonic() >= notice_at_s:
+            break
+        if time.monotonic() >= notice_at_s:
             notice_at_s += LOADING_NOTICE_INTERVAL_S
             names = ", ".join(worker.model for worker in supervisor.workers if not worker.serving)
             screen.print(f"  still loading after {time.monotonic() - started_s:.0f} s: {names}")
     if reloader is not None:
+        _reload(supervisor, reloader, stop)
+    while not stop.wait(POLL_S):
+        supervisor.run_once()
+
+
+def _reload(supervisor: Supervisor, reloader: Reloader, stop: threading.Event) -> None:
+    """Supervise until `stop`, and load models again whose files change."""
+    try:
+        while not stop.wait(POLL_S):
+            reloader.run_once()
+            supervisor.run_once()
+    finally:
         reloader.stop()
 
 
