@@ -85,3 +85,29 @@ def endless(body: dict[str, Any]) -> Iterator[str]:
     finally:
         if "closed" in body:
             Path(body["closed"]).touch()
+
+
+class Told(Chain):
+    """Speaks completions: writes `max_tokens` chunks of a text that depends on the prompt alone."""
+
+    speaks = "completions"
+    step_s = 0.01
+
+    def begin(self, requests: Sequence[Any]) -> None:
+        for request in requests:
+            request.state = {"text": "".join(request.chunks), "at": len(request.chunks)}
+
+    def _step(self, request: Any) -> None:
+        body, state = request.body, request.state
+        if state["at"] < body["max_tokens"]:
+            chunk = chunk_after("", body["prompt"], state["text"])
+            state["text"] += chunk
+            state["at"] += 1
+            request.emit(chunk)
+        if state["at"] >= body["max_tokens"]:
+            request.finish()
+
+    def step(self, requests: Sequence[Any]) -> None:
+        time.sleep(self.step_s)
+        for request in requests:
+            self._step(request)
