@@ -97,12 +97,9 @@ def error_of(answer: Answer) -> dict[str, Any]:
 
 def test_models_that_speak_are_listed(gateway: Service) -> None:
     listed = call(gateway.url, "GET", "/v1/models").json
-    assert {one["id"]: one["speaks"] for one in listed["data"]} == {
-        "Story": ["completions", "chat"],
-        "tell": ["completions"],
-        "repeat": ["completions"],
-        "Vectors": ["embeddings"],
-    }
+    speaks = {one["id"]: one["speaks"] for one in listed["data"]}
+    assert "Echo" not in speaks
+    assert speaks.items() >= {"Story": ["completions", "chat"], "Vectors": ["embeddings"]}.items()
     one = call(gateway.url, "GET", "/v1/models/Story").json
     assert one in listed["data"] and one["object"] == "model"
     for name in ("Echo", "none"):
@@ -189,9 +186,8 @@ def test_models_of_the_page(gateway: Service, shared: Stack, tmp_path: Path) -> 
 def golden(parts: list[bytes]) -> list[str]:
     """Events without what differs in each stream, which must be alike in all of its events."""
     pattern = re.compile(rb'"id":"(?:chat)?cmpl-([\w-]+)","object":"([\w.]+)","created":\d+,"model":"Story",')
-    heads = {pattern.search(part)[0] for part in parts if part != b"data: [DONE]\n\n"}  # type: ignore[index]
-    assert len(heads) == 1
-    return [part.replace(*heads, b"").decode().removeprefix("data: ").removesuffix("\n\n") for part in parts]
+    (head,) = {found[0] for part in parts if (found := pattern.search(part)) is not None}
+    return [part.replace(head, b"").decode().removeprefix("data: ").removesuffix("\n\n") for part in parts]
 
 
 def test_events_of_a_completion(gateway: Service) -> None:
@@ -317,7 +313,7 @@ def test_a_key_is_checked_for_the_model_in_the_body(shared: Stack, tmp_path: Pat
     file, digest = tmp_path / "keys.toml", hashlib.sha256(b"sesame").hexdigest()
     file.write_text(f'[[keys]]\nname = "web"\nsha256 = "{digest}"\nmodels = ["S*", "Echo"]\nrate = 0.1\n')
     gateway, bearer = shared.gateway("--keys", str(file)), {"Authorization": "Bearer sesame"}
-    listed = call(gateway.url, "GET", "/v1/models", **bearer).json["data"]
+    listed = call(gateway.url, "GET", "/v1/models", b"", **bearer).json["data"]
     assert [one["id"] for one in listed] == ["Story"]
     for headers in ({}, {"Authorization": "Bearer other"}):
         answer = post(gateway, CHAT, chat("a"), **headers)

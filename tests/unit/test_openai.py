@@ -83,7 +83,7 @@ def test_parts_of_text_are_one_text() -> None:
     assert bodies("chat", {"messages": [message]})[0]["messages"] == [{**message, "content": "a\nb"}]
     picture = {"role": "user", "content": [*parts, {"type": "image_url", "image_url": {"url": "data:"}}]}
     assert bodies("chat", {"messages": [picture]})[0]["messages"] == [picture]
-    called = {"role": "assistant", "content": None, "tool_calls": []}
+    called: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}
     assert bodies("chat", {"messages": [called]})[0]["messages"] == [called]
 
 

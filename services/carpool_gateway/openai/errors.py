@@ -36,12 +36,11 @@ def unknown_model(name: str) -> RequestError:
 
 def error_document(error: HttpError) -> bytes:
     """The document of an error, as JSON."""
-    code, is_own = error.code, isinstance(error, RequestError)
+    code = error.code
     kind = "server_error" if code >= 500 else _TYPES.get(code, _INVALID)
-    reason = error.reason if is_own else None
+    param, reason = (error.param, error.reason) if isinstance(error, RequestError) else (None, None)
     if reason is None:
         reason = error.status.lower() if code >= 500 else _CODES.get(code)
-    param = error.param if is_own else None
     fields = {"message": error.detail, "type": kind, "param": param, "code": reason}
     return json.dumps({"error": fields}, separators=(",", ":")).encode()
 

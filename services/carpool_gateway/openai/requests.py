@@ -93,7 +93,7 @@ def _does_not_speak(interface: str, spoken: Spoken, model: str) -> str:
 
 def _read_completions(document: Document, understood: Iterable[str]) -> Asked:
     prompts = _prompts("prompt", document)
-    return _asked("prompt", prompts, document, understood, _NEUTRAL | _NEUTRAL_COMPLETIONS)
+    return _asked("prompt", prompts, document, understood, _NEUTRAL_COMPLETIONS)
 
 
 def _read_chat(document: Document, understood: Iterable[str]) -> Asked:
@@ -105,7 +105,7 @@ def _read_chat(document: Document, understood: Iterable[str]) -> Asked:
     if not messages:
         raise _wrong("messages", "must have at least one message")
     read = [_message(f"messages[{at}]", one, understood) for at, one in enumerate(messages)]
-    return _asked("messages", [read], document, understood, _NEUTRAL | _NEUTRAL_CHAT)
+    return _asked("messages", [read], document, understood, _NEUTRAL_CHAT)
 
 
 def _asked(
@@ -207,12 +207,14 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "presence_penalty": (0,),
 }
 _NEUTRAL_COMPLETIONS: Final[Mapping[str, tuple[Any, ...]]] = {
+    **_NEUTRAL,
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (False,),
     "suffix": ("",),
 }
 _NEUTRAL_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
+    **_NEUTRAL,
     "audio": (),
     "function_call": ("none", "auto"),  # as long as there are no functions
     "functions": ([],),

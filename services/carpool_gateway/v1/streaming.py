@@ -140,16 +140,17 @@ class _Answer:
         if not has_chunks:  # a model that steps may finish a request without a chunk
             result = reply.value
             await self._write_text(index, text_of(result.content_type, result.body, written))
-        events = self._begun()
+        events = await self._begun()
         await self._exchange.write(events.finish(index, written.finish_reason))
 
     async def _write_text(self, index: int, text: bytes) -> None:
         if text:
             self._is_quiet = False
-            await self._exchange.write((self._events or self._begun()).text(index, text))
+            events = self._events or await self._begun()
+            await self._exchange.write(events.text(index, text))
 
-    def _begun(self) -> Events:
-        """The events, of an answer that has begun."""
+    async def _begun(self) -> Events:
+        """The events, of an answer that has begun. A chat has one choice, and begins with its role."""
         if self._events is None:
             exchange = self._exchange
             self._events = Events(
@@ -161,12 +162,14 @@ class _Answer:
             )
             exchange.begin(200, EVENT_HEADERS)
             self._comment_later()
+            if self._events.has_role:
+                await exchange.write(self._events.role(0))
         return self._events
 
     async def _write_end(self) -> None:
         usage = usage_of(self._written) if self._has_usage else None
         if usage is not None:
-            await self._exchange.write(self._begun().usage(usage))
+            await self._exchange.write((await self._begun()).usage(usage))
         await asyncio.sleep(0)  # what was written is sent, so that this is a packet of its own
         await self._exchange.write(DONE)
 

@@ -520,7 +520,7 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
     if kind == _LOAD_FAILED:
         return LoadFailed(*fields)
     settings, inputs, outputs, wants_requests, misspelt, model_kind, *others, spoken = fields
-    return Ready(
+    ready = Ready(
         settings,
         tuple(TensorSpec(*spec) for spec in inputs),
         tuple(TensorSpec(*spec) for spec in outputs),
@@ -528,8 +528,8 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
         misspelt,
         ModelKind(model_kind),
         *others,
-        Spoken(*map(tuple, spoken)),
     )
+    return ready._replace(spoken=Spoken(*map(tuple, spoken)))
 
 
 def divide_payload(payload: Buffer, tail_bytes: int) -> tuple[memoryview, memoryview]:
