@@ -111,6 +111,7 @@ def test_streams() -> None:
         ("completions", {**TEXT, "temperature": 2.1}, "temperature", "invalid_value"),
         ("completions", {**TEXT, "temperature": True}, "temperature", "invalid_type"),
         ("completions", {**TEXT, "top_p": 0}, "top_p", "invalid_value"),
+        ("completions", {**TEXT, "presence_penalty": -2.1}, "presence_penalty", "invalid_value"),
         ("completions", {**TEXT, "seed": "1"}, "seed", "invalid_type"),
         ("completions", {**TEXT, "stop": ["a"] * 5}, "stop", "invalid_value"),
         ("completions", {**TEXT, "stop": ["a", ""]}, "stop", "invalid_value"),

@@ -231,6 +231,9 @@ _NEUTRAL_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 
+_PENALTIES: Final = frozenset({"frequency_penalty", "presence_penalty"})
+
+
 def _check_neutral(
     document: Document, neutral: Mapping[str, tuple[Any, ...]], understood: Iterable[str]
 ) -> None:
@@ -258,6 +261,8 @@ def _parameters(document: Document, understood: Iterable[str]) -> dict[str, Any]
     for name in understood:
         if document.get(name) is not None:
             found[name] = document[name]
+    for name in _PENALTIES & found.keys():
+        _number(name, found[name], 2.0, -2.0)
     return found
 
 
@@ -269,11 +274,11 @@ def _whole(name: str, value: Any, least: int) -> int:
     return value
 
 
-def _number(name: str, value: Any, highest: float) -> float:
+def _number(name: str, value: Any, highest: float, lowest: float = 0.0) -> float:
     if type(value) is not float and type(value) is not int:
         raise _wrong_type(name, "a number", value)
-    if not 0 <= value <= highest:
-        raise _wrong(name, f"is {value}; it must be from 0 to {highest:g}")
+    if not lowest <= value <= highest:
+        raise _wrong(name, f"is {value}; it must be from {lowest:g} to {highest:g}")
     return value
 
 
