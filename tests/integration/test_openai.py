@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import os
@@ -156,8 +157,21 @@ def test_vectors_are_the_same_as_numbers_and_as_base64_and_share_a_batch(gateway
         vector = np.frombuffer(base64.b64decode(other["embedding"]), "<f4").tolist()
         assert one["embedding"] == vector == [3.0, at + 1, np.float32(1 / 3), 0.0, 0.0]
         assert one["index"] == other["index"] == at
-    many = post(gateway, EMBEDDINGS, {"model": "Vectors", "input": "a", "dimensions": 40_000}).json
-    assert len(many["data"][0]["embedding"]) == 40_000  # encoded beside the event loop
+
+
+def test_what_is_large_is_read_and_written_beside_the_event_loop(gateway: Service) -> None:
+    text = "x" * 90_000
+    many = post(gateway, EMBEDDINGS, {"model": "Vectors", "input": text, "dimensions": 40_000}).json
+    assert many["data"][0]["embedding"][:2] == [1.0, 90_000.0]
+    assert len(many["data"][0]["embedding"]) == 40_000
+    packed = gzip.compress(json.dumps({"model": "Vectors", "input": [text] * 2}).encode())
+    answer = call(gateway.url, "POST", EMBEDDINGS, packed, Content_Encoding="gzip")
+    assert (answer.code, error_of(answer)["code"]) == (413, "content_too_large")
+    packed = gzip.compress(json.dumps(chat(f"{text} length=2", stream=True)).encode())
+    answer = call(gateway.url, "POST", CHAT, packed, Content_Encoding="gzip")
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    refused = complete(gateway, [*range(15_000)])
+    assert (refused.code, "text, not token IDs" in error_of(refused)["message"]) == (400, True)
 
 
 def test_models_of_the_page(gateway: Service, shared: Stack, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from carpool.client.entries import Channel
-from carpool.client.options import RequestOptions, read_options
+from carpool.client.options import RequestOptions, read_options, result_ttl_ms
 from carpool.client.packing import Packer
 from carpool.client.producer import Producer
 from carpool.client.sinks import Envelope, Sink
@@ -109,26 +109,40 @@ class OpenAIInference:
                 channel = await self._producer.open_channel(name, self._default_timeout_s)
         except NotFoundError:
             raise unknown_model(name) from None
-        if not exchange.is_gone:
-            rest = self._send(caller, exchange, document, model, channel)
-            if rest is not None:
-                await rest
+        if (
+            not exchange.is_gone
+            and (rest := self._send(caller, exchange, document, model, channel)) is not None
+        ):
+            await rest
 
     def _send(
         self, caller: Caller, exchange: Exchange, document: Document, model: OfferedModel, channel: Channel
     ) -> Coroutine[Any, Any, None] | None:
-        interface = caller.interface
-        asked = read_request(interface, document, model.spoken, exchange.model)
-        timeout_s, fields = self._options(caller, len(asked.bodies))
+        read = partial(read_request, caller.interface, document, model.spoken, exchange.model)
+        if len(exchange.body) > _LARGE_JSON_BYTES:
+            return self._send_large(caller, exchange, read, channel)
+        return self._send_asked(caller, exchange, read(), channel)
+
+    async def _send_large(
+        self, caller: Caller, exchange: Exchange, read: Callable[[], Asked], channel: Channel
+    ) -> None:
+        asked = await asyncio.to_thread(read)
+        if not exchange.is_gone and (rest := self._send_asked(caller, exchange, asked, channel)) is not None:
+            await rest
+
+    def _send_asked(
+        self, caller: Caller, exchange: Exchange, asked: Asked, channel: Channel
+    ) -> Coroutine[Any, Any, None] | None:
+        timeout_s, fields, ttl_ms = self._options(caller, len(asked.bodies))
         own_id = caller.options.get("correlation_id")
         caller.key.count(len(asked.bodies), now_s())
         respond = self._responder(caller, exchange.model, asked)
         if caller.is_kept:
-            kept = native.Asked(exchange.model, caller.options, JSON, timeout_s, fields, own_id)
+            kept = native.Asked(exchange.model, caller.options, JSON, timeout_s, fields, own_id, ttl_ms)
             return self._infer_once(kept, caller.key, exchange, asked, respond)
         if asked.is_stream:
             exchange.route = "v1_stream"
-            return self._streams.answer(exchange, interface, asked, channel, fields, timeout_s, own_id)
+            return self._streams.answer(exchange, caller.interface, asked, channel, fields, timeout_s, own_id)
         answer = _Answer(exchange, len(asked.bodies), self._producer.packer, respond)
         try:
             for body, target in zip(asked.bodies, answer.targets, strict=True):
@@ -143,8 +157,8 @@ class OpenAIInference:
         exchange.on_gone = answer.withdraw_for
         return None
 
-    def _options(self, caller: Caller, requests: int) -> tuple[float, Mapping[str, Any]]:
-        """The timeout and the fields of each request."""
+    def _options(self, caller: Caller, requests: int) -> tuple[float, Mapping[str, Any], int | None]:
+        """The timeout and the fields of each request, and how long a kept result is kept."""
         options: dict[str, Any] = dict(caller.options)
         is_embedding = caller.interface == EMBEDDINGS
         if is_embedding:
@@ -153,13 +167,15 @@ class OpenAIInference:
             raise InvalidArgumentError(
                 "Carpool-Correlation-Id: each prompt is a request, with an ID of its own"
             )
-        if "result_ttl" in options:
-            raise InvalidArgumentError("Carpool-Result-Ttl-Ms: is not possible here")
+        if "result_ttl" in options and not caller.is_kept:
+            raise InvalidArgumentError("Carpool-Result-Ttl-Ms: only with Idempotency-Key")
+        ttl_ms = result_ttl_ms(options.pop("result_ttl", None))
         longest_s = self._limits.timeout_s
-        timeout_s, fields = read_options(options, self._default_timeout_s if is_embedding else longest_s)  # type: ignore[arg-type]
+        default_s = self._default_timeout_s if is_embedding else longest_s
+        timeout_s, fields = read_options(options, default_s)  # type: ignore[arg-type]
         if timeout_s is None or timeout_s > longest_s:
             raise InvalidArgumentError(f"Carpool-Timeout-Ms: at most {longest_s * 1000:.0f}")
-        return timeout_s, fields
+        return timeout_s, fields, ttl_ms
 
     async def _infer_once(
         self, kept: native.Asked, key: Key, exchange: Exchange, asked: Asked, respond: _Responder
