@@ -99,7 +99,7 @@ def model_document(name: str, created_s: int, speaks: Sequence[str]) -> dict[str
 # --- events ------------------------------------------------------------------------------------------------
 
 
-class Events:
+class EventFormat:
     """The events of one stream. `has_usage`: the client wants the usage at the end."""
 
     def __init__(

@@ -24,7 +24,7 @@ from carpool.messages.requests import JSON
 from carpool_gateway.answers import http_error_of
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.native.infer import cancel
-from carpool_gateway.openai.answers import COMMENT, DONE, EVENT_HEADERS, Events, error_event, text_of
+from carpool_gateway.openai.answers import COMMENT, DONE, EVENT_HEADERS, EventFormat, error_event, text_of
 from carpool_gateway.openai.errors import after_acceptance
 from carpool_gateway.openai.pieces import Written, usage_of
 from carpool_gateway.openai.requests import Asked
@@ -89,7 +89,7 @@ class _Answer:
         self._targets = targets
         self._packer = packer
         self._written = [Written() for _ in targets]
-        self._events: Events | None = None  # once the answer has begun
+        self._format: EventFormat | None = None  # once the answer has begun
         self._is_quiet = False  # nothing was written for some time
         self._timer: asyncio.TimerHandle | None = None
 
@@ -99,7 +99,7 @@ class _Answer:
             await self._write_choices()
         except CarpoolError as error:
             failure = after_acceptance(http_error_of(error))
-            if self._events is None:
+            if self._format is None:
                 raise failure from None
             await self._exchange.write(error_event(failure))
         else:
@@ -140,20 +140,21 @@ class _Answer:
         if not has_chunks:  # a model that steps may finish a request without a chunk
             result = reply.value
             await self._write_text(index, text_of(result.content_type, result.body, written))
-        events = await self._begun()
-        await self._exchange.write(events.finish(index, written.finish_reason))
+        form = await self._begun()
+        await self._exchange.write(form.finish(index, written.finish_reason))
 
     async def _write_text(self, index: int, text: bytes) -> None:
         if text:
             self._is_quiet = False
-            events = self._events or await self._begun()
-            await self._exchange.write(events.text(index, text))
+            form = self._format or await self._begun()
+            await self._exchange.write(form.text(index, text))
 
-    async def _begun(self) -> Events:
-        """The events, of an answer that has begun. A chat has one choice, and begins with its role."""
-        if self._events is None:
+    async def _begun(self) -> EventFormat:
+        """How events are written, of an answer that has begun. A chat has one choice, and begins with its
+        role."""
+        if self._format is None:
             exchange = self._exchange
-            self._events = Events(
+            self._format = EventFormat(
                 self._interface,
                 correlation_id=self._targets[0].correlation_id or "",
                 model=exchange.model,
@@ -162,9 +163,9 @@ class _Answer:
             )
             exchange.begin(200, EVENT_HEADERS)
             self._comment_later()
-            if self._events.has_role:
-                await exchange.write(self._events.role(0))
-        return self._events
+            if self._format.has_role:
+                await exchange.write(self._format.role(0))
+        return self._format
 
     async def _write_end(self) -> None:
         usage = usage_of(self._written) if self._has_usage else None
