@@ -54,8 +54,8 @@ class Written:
         if value is None:
             return ""
         raise InternalError(
-            f"the model's result is a {type(value).__name__}; a model that speaks completions or chat "
-            "writes texts, or maps with a text"
+            f"the model's result has the type {type(value).__name__}; a model that speaks completions or "
+            "chat writes texts, or maps with a text"
         )
 
     def _add_map(self, piece: dict[Any, Any]) -> str:
