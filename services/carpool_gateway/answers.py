@@ -98,6 +98,11 @@ def error_body(error: HttpError) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
+def error_answer(error: HttpError) -> tuple[bytes, bytes]:
+    """The headers and the body of the answer to a request that failed."""
+    return JSON_HEADER + error.headers, error_body(error)
+
+
 def method_not_allowed(method: str, allowed: str) -> HttpError:
     """The error of a method that a path does not have. `allowed`: those that it has."""
     return HttpError(405, f"{method:.20} is not possible here; use {allowed}", headers=allow(allowed))

@@ -10,14 +10,17 @@ from typing import Final
 import structlog
 
 from carpool.errors import CarpoolError
+from carpool.spoken import CHAT, COMPLETIONS, EMBEDDINGS
 from carpool_gateway.answers import JSON_HEADER, HttpError, allow, http_error_of, method_not_allowed
 from carpool_gateway.credentials import ANYBODY, INFER, METRICS, Key, KeyRing
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.meter import GatewayMetrics
 from carpool_gateway.native.handlers import NativeHandlers
+from carpool_gateway.openai.errors import error_answer
 from carpool_gateway.openapi import document
 from carpool_gateway.probes import Probes
 from carpool_gateway.routes import NO_SCOPE, Place, Route, Router
+from carpool_gateway.v1.handlers import OpenAIHandlers
 from carpool_gateway.v2.handlers import OpenInferenceHandlers
 
 _GONE: Final = 499  # what nginx logs for a client that went away
@@ -27,13 +30,15 @@ _V2_MODEL: Final = "/v2/models/{model}"
 _V2_VERSION: Final = "/v2/models/{model}/versions/{version}"
 
 
-def routes_of(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -> list[Route]:
+def routes_of(
+    native: NativeHandlers, v1: OpenAIHandlers, v2: OpenInferenceHandlers, probes: Probes
+) -> list[Route]:
     """All routes of the gateway, also that of the OpenAPI document, which describes them."""
 
     def describe(exchange: Exchange) -> None:
         exchange.respond(200, JSON_HEADER, described)
 
-    routes = [*_routes(native, v2, probes)]
+    routes = [*_routes(native, v2, probes), *_routes_of_openai(v1)]
     routes.append(_get("/openapi.json", "openapi", NO_SCOPE, describe, "This document"))
     described = document(routes, version("carpool"))
     return routes
@@ -70,6 +75,19 @@ def _routes(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -
     yield _get("/metrics", "metrics", METRICS, probes.metrics, "Metrics of the gateway, for Prometheus")
 
 
+def _routes_of_openai(v1: OpenAIHandlers) -> Iterator[Route]:
+    """The model is in the body of a request, so whether its key is for that is seen later."""
+    models = ("GET", "/v1/models", "v1_models", INFER)
+    yield Route(*models, v1.handler_for_models, "The models that speak OpenAI's API")
+    yield _get("/v1/models/{model}", "v1_model", INFER, v1.model, "A model that speaks OpenAI's API")
+    post = ("POST", "/v1/completions", "v1_completions", INFER)
+    yield Route(*post, v1.handler_for(COMPLETIONS), "Prompts in, their continuations out")
+    post = ("POST", "/v1/chat/completions", "v1_chat", INFER)
+    yield Route(*post, v1.handler_for(CHAT), "Messages in, the next one out")
+    post = ("POST", "/v1/embeddings", "v1_embeddings", INFER)
+    yield Route(*post, v1.handler_for(EMBEDDINGS), "Texts in, vectors out")
+
+
 def _get(path: str, name: str, scope: str, handler: Handler, about: str) -> Route:
     """A document, for which the headers decide nothing."""
     return Route("GET", path, name, scope, lambda exchange, key: handler, about)
@@ -90,10 +108,13 @@ class Gateway:
 
     def on_headers(self, exchange: Exchange) -> None:
         """The headers are complete: find the handler, and whether its caller may use it."""
-        if exchange.path == "*":
+        path = exchange.path
+        if path == "*":
             exchange.handler = _server_wide(exchange)
             return
-        place = self._router.find(exchange.path)
+        if path.startswith("/v1/") or path == "/v1":
+            exchange.answer_to_error = error_answer
+        place = self._router.find(path)
         route = place.routes.get(exchange.method)
         if route is None:
             exchange.handler = _other_method(exchange, place)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol
 
 from carpool.errors import CarpoolError
-from carpool_gateway.answers import JSON_HEADER, HttpError, error_body, http_error_of
+from carpool_gateway.answers import HttpError, error_answer, http_error_of
 from carpool_gateway.limits import BodyMemory
 
 _NO_PARAMETERS: Final[Mapping[str, str]] = {}
@@ -41,6 +41,7 @@ class Exchange:
     belongs to often leads back here, and such a cycle would be left to the garbage collector, which holds up
     all requests.
     `route`: the name of its route, for metrics. `parameters`: what is in the path for the names of its route.
+    `answer_to_error`: an error's headers and body, as the clients of its interface read them.
     """
 
     # What is not set is found in the class: a request sets few of these.
@@ -57,6 +58,7 @@ class Exchange:
     is_gone = False
     is_chunked = False  # the answer is written in parts
     on_gone: Callable[[Exchange], None] | None = None
+    answer_to_error: Callable[[HttpError], tuple[bytes, bytes]] = staticmethod(error_answer)
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -94,7 +96,7 @@ class Exchange:
         if self.is_chunked:
             self.connection.abort()
         else:
-            self.respond(error.code, JSON_HEADER + error.headers, error_body(error))
+            self.respond(error.code, *self.answer_to_error(error))
 
     def fail_with(self, error: Exception) -> None:
         """Answer with the error that an exception means. One that is neither HttpError nor CarpoolError is a

@@ -24,7 +24,8 @@ _DURATIONS_US: Final = (
 
 ROUTES: Final = (
     "infer", "infer_many", "stream", "requests", "models", "v2_infer", "v2_model", "v2_config", "v2_ready",
-    "v2_stats", "v2_index", "v2", "v2_health", "healthz", "readyz", "metrics", "openapi", "none",
+    "v2_stats", "v2_index", "v2", "v2_health", "v1_models", "v1_model", "v1_completions", "v1_chat",
+    "v1_embeddings", "v1_stream", "healthz", "readyz", "metrics", "openapi", "none",
 )  # fmt: skip
 
 

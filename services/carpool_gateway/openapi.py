@@ -17,6 +17,12 @@ from carpool_gateway.credentials import METRICS
 from carpool_gateway.routes import NO_SCOPE, Route
 from carpool_gateway.schemas import (
     Accepted,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    EmbeddingRequest,
+    Embeddings,
     Error,
     Health,
     IndexEntry,
@@ -27,6 +33,9 @@ from carpool_gateway.schemas import (
     ModelMetadata,
     ModelReady,
     Models,
+    OpenAIError,
+    OpenAIModel,
+    OpenAIModels,
     ServerMetadata,
     Statistics,
 )
@@ -35,6 +44,7 @@ JSON: Final = "application/json"
 TEXT: Final = "text/plain"
 BYTES: Final = "application/octet-stream"
 LINES: Final = "application/x-ndjson"
+EVENTS: Final = "text/event-stream"
 ANY: Final = "*/*"
 _COMPONENT: Final = "#/components/schemas/{name}"
 _NAMED: Final = re.compile(r"{(\w+)}")
@@ -57,7 +67,7 @@ _PROBE: Final = Content({200: {TEXT: None}, 503: {TEXT: None}})
 _RESULT: Final = {ANY: None}
 CONTENTS: Final[Mapping[tuple[str, str], Content]] = {
     ("POST", "infer"): Content(
-        {200: {ANY: None, "text/event-stream": None}, 202: {JSON: Accepted}}, {ANY: None}, needs_body=False
+        {200: {ANY: None, EVENTS: None}, 202: {JSON: Accepted}}, {ANY: None}, needs_body=False
     ),
     ("POST", "infer_many"): Content({200: {LINES: None}}, {ANY: None}, needs_body=False),
     ("GET", "requests"): Content({200: _RESULT, 202: {JSON: Accepted}}),
@@ -73,6 +83,11 @@ CONTENTS: Final[Mapping[tuple[str, str], Content]] = {
         {200: {JSON: InferResponse, BYTES: None}}, {JSON: InferRequest, BYTES: None}
     ),
     ("POST", "v2_index"): Content(_json(list[IndexEntry]), {JSON: IndexRequest}, needs_body=False),
+    ("GET", "v1_models"): Content(_json(OpenAIModels)),
+    ("GET", "v1_model"): Content(_json(OpenAIModel)),
+    ("POST", "v1_completions"): Content({200: {JSON: Completion, EVENTS: None}}, {JSON: CompletionRequest}),
+    ("POST", "v1_chat"): Content({200: {JSON: ChatCompletion, EVENTS: None}}, {JSON: ChatRequest}),
+    ("POST", "v1_embeddings"): Content(_json(Embeddings), {JSON: EmbeddingRequest}),
     ("GET", "healthz"): _PROBE,
     ("GET", "readyz"): _PROBE,
     ("GET", "metrics"): Content({200: {TEXT: None, "application/openmetrics-text": None}}),
@@ -89,8 +104,9 @@ _SECURITY: Final[Sequence[Mapping[str, Sequence[str]]]] = [{"bearer": []}, {"key
 def document(routes: Sequence[Route], version: str) -> bytes:
     """The document of these routes, in JSON. `version`: Carpool's."""
     types = [kind for content in CONTENTS.values() for kind in _types_of(content)]
-    schemas, components = msgspec.json.schema_components([*types, Error], ref_template=_COMPONENT)
-    schema_of = {_key(kind): schema for kind, schema in zip([*types, Error], schemas, strict=True)}
+    types += [Error, OpenAIError]
+    schemas, components = msgspec.json.schema_components(types, ref_template=_COMPONENT)
+    schema_of = {_key(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
@@ -116,7 +132,8 @@ def _operation(route: Route, schema_of: Mapping[str, Any]) -> dict[str, Any]:
     responses: dict[str, Any] = {
         str(code): _body(media, schema_of, "the answer") for code, media in content.responses.items()
     }
-    responses["default"] = _body({JSON: Error}, schema_of, "an error")
+    error = OpenAIError if route.path.startswith("/v1/") else Error
+    responses["default"] = _body({JSON: error}, schema_of, "an error")
     operation: dict[str, Any] = {
         "operationId": _operation_id(route),
         "summary": route.about,

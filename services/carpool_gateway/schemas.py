@@ -20,6 +20,21 @@ class Error(msgspec.Struct):
     correlation_id: str | None = None
 
 
+class OpenAIErrorDetail(msgspec.Struct):
+    """A sentence, a kind, the parameter that is wrong, and a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(msgspec.Struct):
+    """Why a request of OpenAI's API failed."""
+
+    error: OpenAIErrorDetail
+
+
 class Models(msgspec.Struct):
     """The names of the registered models."""
 
@@ -216,3 +231,143 @@ class IndexEntry(msgspec.Struct):
     version: str
     state: Literal["READY", "LOADING", "UNAVAILABLE"]
     reason: str
+
+
+class OpenAIModel(msgspec.Struct):
+    """A model that speaks OpenAI's API; `created`: when this gateway was started."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    speaks: list[Literal["completions", "chat", "embeddings"]]
+
+
+class OpenAIModels(msgspec.Struct):
+    """All of these."""
+
+    object: Literal["list"]
+    data: list[OpenAIModel]
+
+
+class StreamOptions(msgspec.Struct):
+    """Of a stream: whether its last event tells the usage."""
+
+    include_usage: bool = False
+
+
+class CompletionRequest(msgspec.Struct):
+    """A prompt, or several, of text or token IDs."""
+
+    model: str
+    prompt: str | list[Any]
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Message(msgspec.Struct):
+    """A message of a conversation. Parts are `{"type": "text", "text": ...}`."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(msgspec.Struct):
+    """A conversation."""
+
+    model: str
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class TokenUsage(msgspec.Struct):
+    """Numbers of tokens, if the model tells them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionChoice(msgspec.Struct):
+    """What was written for one prompt."""
+
+    index: int
+    text: str
+    logprobs: None
+    finish_reason: str | None
+
+
+class Completion(msgspec.Struct):
+    """What was written for each prompt."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage | None
+
+
+class ChatChoice(msgspec.Struct):
+    """The next message."""
+
+    index: int
+    message: Message
+    logprobs: None
+    finish_reason: str | None
+
+
+class ChatCompletion(msgspec.Struct):
+    """The next message of a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage | None
+
+
+class EmbeddingRequest(msgspec.Struct):
+    """An input, or several, of text or token IDs."""
+
+    model: str
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+class Embedding(msgspec.Struct):
+    """The vector of an input: numbers, or these as FP32 in little-endian order, in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """Numbers of tokens, if the model tells them."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct):
+    """The vectors of all inputs."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage | None

@@ -26,6 +26,8 @@ from carpool_gateway.probes import Probes
 from carpool_gateway.redis_calls import RedisCalls
 from carpool_gateway.routes import Router
 from carpool_gateway.server import Server
+from carpool_gateway.v1.handlers import OpenAIHandlers
+from carpool_gateway.v1.infer import OpenAIInference
 from carpool_gateway.v2.handlers import OpenInferenceHandlers
 from carpool_gateway.v2.infer import TensorInference
 
@@ -61,11 +63,23 @@ class GatewayService:
         self._producer = Producer(settings.redis_url, settings.prefix, default_timeout_s, "none")
         self._calls = RedisCalls(settings.redis_url)
         catalog = Catalog(self._calls, settings.prefix)
+        kept = KeptRequests(self._producer, catalog, self._calls, limits)
         native = NativeHandlers(
             producer=self._producer,
             inference=Inference(self._producer, limits, default_timeout_s),
             streaming=Streaming(self._producer, limits),
-            kept=KeptRequests(self._producer, catalog, self._calls, limits),
+            kept=kept,
+        )
+        v1 = OpenAIHandlers(
+            producer=self._producer,
+            catalog=catalog,
+            inference=OpenAIInference(
+                producer=self._producer,
+                catalog=catalog,
+                kept=kept,
+                limits=limits,
+                default_timeout_s=default_timeout_s,
+            ),
         )
         v2 = OpenInferenceHandlers(
             producer=self._producer,
@@ -80,7 +94,7 @@ class GatewayService:
             server_name=settings.server_name,
         )
         gateway = Gateway(
-            router=Router(routes_of(native, v2, Probes(self, metrics))),
+            router=Router(routes_of(native, v1, v2, Probes(self, metrics))),
             keys=self._keys,
             metrics=metrics,
             logs_all=settings.access_log,

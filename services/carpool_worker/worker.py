@@ -151,7 +151,13 @@ class Worker:
             self._batch_log.bind(version=ready.version)
             self._step_log.bind(version=ready.version)
         declared = encode_registration(
-            ready.settings, ready.inputs, ready.outputs, ready.kind, ready.parameters, ready.version
+            ready.settings,
+            ready.inputs,
+            ready.outputs,
+            ready.kind,
+            ready.parameters,
+            ready.version,
+            ready.spoken,
         )
         self._registrar = Registrar(self._name, {**declared, **self._settings_from})
         self._limit_batches(self._registrar)

@@ -458,7 +458,11 @@ class GatewaySettings(CommonSettings):
     anonymous: bool = Field(
         False, description="listen without keys also on addresses that other machines reach"
     )
-    request_timeout_s: Seconds = Field(30.0, gt=0, description="seconds for a request that names none")
+    request_timeout_s: Seconds = Field(
+        30.0,
+        gt=0,
+        description="seconds for a request that names none; texts at /v1 have the most that one may name",
+    )
     request_timeout_s_max: Seconds = Field(300.0, gt=0, description="seconds that a request may name")
     body_bytes_max: int = Field(64 * 1024 * 1024, ge=1, description="bytes of a body, decompressed")
     memory_bytes_max: int = Field(

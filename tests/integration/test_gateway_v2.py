@@ -18,7 +18,7 @@ from carpool.keys import Keys
 from carpool_gateway.app import routes_of
 from carpool_gateway.openapi import ANY, CONTENTS
 from carpool_gateway.routes import Router
-from carpool_gateway.schemas import Error
+from carpool_gateway.schemas import Error, OpenAIError
 from support.fuzzing_gateway import fuzz
 from support.http import Answer, Connection, call, request
 from support.models.plain import GATE_S
@@ -27,7 +27,7 @@ from support.stack import Service, Stack
 from support.waiting import wait_until
 
 NOOP: Final = "/v2/models/Noop/infer"
-ROUTER: Final = Router(routes_of(*[cast(Any, MagicMock())] * 3))
+ROUTER: Final = Router(routes_of(*[cast(Any, MagicMock())] * 4))
 SERVED_MEANWHILE_MIN: Final = 40  # requests; a dozen come between the pieces of the large one
 
 
@@ -341,7 +341,8 @@ def test_answers_are_as_the_openapi_document_says(gateway: Service) -> None:
             place = path.format(model="Noop", version="1", id="none")
             answer = call(gateway.url, method.upper(), place, sent.get(path, b""))
             content = CONTENTS[method.upper(), _name_of(path)]
-            media = content.responses.get(answer.code, {"application/json": Error})
+            error = OpenAIError if path.startswith("/v1/") else Error
+            media = content.responses.get(answer.code, {"application/json": error})
             kind = answer.headers.get("content-type", "").partition(";")[0]
             assert not media or kind in media or ANY in media, (path, answer)
             if media.get(kind) is not None:

@@ -57,6 +57,20 @@ class Greeting:
         languages = [request.fields.get("language", b"").decode() for request in requests]
         return [f"{language} {name}" for language, name in zip(languages, batch)]
 
+def spell(body):
+    yield from [{"text": letter} for letter in body["prompt"]]
+    yield {"finish_reason": "length", "prompt_tokens": 1, "completion_tokens": len(body["prompt"])}
+spell.speaks = "completions"
+
+def count(body):
+    yield from range(int(body["prompt"]))
+count.speaks = "completions"
+
+class Vectors:
+    speaks = ("chat", "embeddings")
+    def predict(self, batch):
+        return [np.array([1.0, len(body["input"])]) if body["input"] else "none" for body in batch]
+
 def named(request):
     yield request
 
@@ -501,6 +515,31 @@ def test_memory_of_batches_is_shown(checked: Check) -> None:
     (shown,) = re.findall(r"^memory that a batch needs .* 1: ([0-9.]+) MiB", done.stdout, re.MULTILINE)
     assert 12 <= float(shown) <= 40
     assert "memory" not in checked("shout", "a")[1], "too little to be shown"
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "found"),
+    [
+        ("spell", '{"prompt": "abc"}', ""),
+        (
+            "count",
+            '{"prompt": "3"}',
+            "a client of OpenAI's API would get an error: the model's result has the type int",
+        ),
+        ("spell", "abc", """A client of OpenAI's API sends a body such as {"prompt": "Return the"}"""),
+        ("Vectors", '{"input": "abc"}', ""),
+        (
+            "Vectors",
+            '{"input": ""}',
+            "a client of OpenAI's API would get an error: the model's result is no",
+        ),
+    ],
+)
+def test_what_clients_of_openai_could_not_read_is_named(
+    checked: Check, model: str, body: str, found: str
+) -> None:
+    status, printed = checked(model, body)
+    assert (status, found in printed, "OpenAI" in printed) == (int(bool(found)), True, bool(found)), printed
 
 
 def test_misspelt_setting_is_named(checked: Check) -> None:

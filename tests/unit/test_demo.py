@@ -20,6 +20,7 @@ from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import InternalError
 from carpool.messages.batches import DispatchReason
 from carpool.model_settings import ModelKind
+from carpool.spoken import Spoken
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.demo import listening, writing
 from carpool_cli.demo.docsearch import DocSearch
@@ -337,6 +338,23 @@ def test_commands_for_a_model_of_sequences_send_a_whole_one(kind: ModelKind) -> 
     assert infer.endswith("infer m hello --sequence-id try --sequence-start --sequence-end")
     assert "'*' sequence_id try sequence_start 1 sequence_end 1 body " in redis_cli
     assert ', sequence_id="try", sequence_start=True, sequence_end=True)' in python
+
+
+def test_the_command_for_curl_speaks_openais_api_if_the_model_does() -> None:
+    def curl(name: str, spoken: Spoken, kind: ModelKind = ModelKind.PLAIN) -> list[str]:
+        return shlex.split(
+            paste.lines("redis://127.0.0.1", name, kind=kind, gateway_url="http://x", spoken=spoken)[1]
+        )
+
+    *command, body, url = curl("writer", Spoken(("completions",)), ModelKind.STEPPING)
+    assert (command, url) == (["curl", "-N", "-d"], "http://x/v1/completions")
+    assert json.loads(body) == {"model": "writer", "prompt": "Return the", "stream": True}
+    *_, body, url = curl("m", Spoken(("chat", "embeddings")), ModelKind.STEPPING)
+    assert (url, json.loads(body)["messages"][0]["role"]) == ("http://x/v1/chat/completions", "user")
+    *_, body, url = curl("m", Spoken(("embeddings",)))
+    assert (url, json.loads(body)) == ("http://x/v1/embeddings", {"model": "m", "input": "hello"})
+    infer = paste.lines("redis://127.0.0.1", "m", spoken=Spoken(("embeddings",)))[0]
+    assert infer.endswith("""infer m '{"input": "hello"}' --redis-url redis://127.0.0.1""")
 
 
 def commands(*inputs: TensorSpec) -> list[str]:

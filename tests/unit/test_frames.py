@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from carpool.spoken import Spoken
 from carpool.wire.tensors import WIDTHS, TensorSpec
 from carpool_worker.model_process import frames
 from carpool_worker.model_process.frames import (
@@ -290,6 +291,7 @@ def test_lone_surrogate_in_a_header_is_replaced(pair: tuple[socket.socket, socke
             {"max_batch_sise": "max_batch_size"},
             version="2",
             has_cost=True,
+            spoken=Spoken(("completions", "chat"), ("tools",)),
         ),
         Ready({}, (), (), False, {}),
         LoadFailed("RuntimeError: no weights", "Traceback ..."),

@@ -13,7 +13,7 @@ from carpool_gateway.credentials import METRICS
 from carpool_gateway.openapi import CONTENTS, document
 from carpool_gateway.routes import NO_SCOPE
 
-TABLE = routes_of(cast(Any, MagicMock()), cast(Any, MagicMock()), cast(Any, MagicMock()))
+TABLE = routes_of(*[cast(Any, MagicMock())] * 4)
 DOCUMENT = json.loads(document(TABLE, "0.1.0"))
 OPERATIONS = {
     (method, path): operation
@@ -47,8 +47,9 @@ def test_an_operation_says_what_its_route_is(route: Any) -> None:
     assert (METRICS in operation.get("description", "")) == (route.scope == METRICS)
     given = {parameter["name"] for parameter in operation.get("parameters", ())}
     assert given == {part[1:-1] for part in route.path.split("/") if part[:1] == "{"}
+    error = "OpenAIError" if route.path.startswith("/v1/") else "Error"
     assert operation["responses"]["default"]["content"]["application/json"]["schema"] == {
-        "$ref": "#/components/schemas/Error"
+        "$ref": f"#/components/schemas/{error}"
     }
     assert ("requestBody" in operation) == (route.method == "POST")
 

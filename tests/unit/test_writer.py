@@ -58,9 +58,9 @@ class Request(StepRequest):
 
     @property
     def text(self) -> str:
-        return "".join(self.characters)
+        return "".join([chunk for chunk in self.characters if isinstance(chunk, str)])
 
-    def emit(self, value: str) -> None:
+    def emit(self, value: Any) -> None:
         assert self.output is None
         self.characters.append(value)
 
@@ -164,6 +164,49 @@ def test_continued_text_is_the_one_that_was_not_interrupted(model: Writer, writt
     assert generate(model, [Request(body, "another", sent=sent)]) == [whole]
 
 
+def tells(model: Writer, body: Any, sent: Sequence[Any] = ()) -> list[Any]:
+    """All chunks, behind those that were sent."""
+    request = Request(body, sent=sent)
+    generate(model, [request])
+    chunks: list[Any] = request.characters
+    return chunks
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"max_tokens": 30}, "length"),
+        ({"max_tokens": 5000}, "stop"),
+        ({"max_tokens": 60, "stop": ["e "]}, "stop"),
+    ],
+)
+def test_a_completion_tells_how_it_ended(model: Writer, more: dict[str, Any], reason: str) -> None:
+    """Also if it is continued behind any of its chunks."""
+    body = {"prompt": "Return the", "seed": 2, **more}
+    chunks = tells(model, body)
+    *characters, end = chunks
+    assert end["finish_reason"] == reason
+    assert end["prompt_tokens"] == len("Return the")
+    assert end["completion_tokens"] >= len("".join(characters))
+    if "stop" in more:
+        assert "e " not in "".join(characters)
+        (whole,) = generate(model, [Request({"prompt": "Return the", "seed": 2, "length": 60})])
+        assert whole.startswith("".join(characters) + "e ")
+    for cut in range(0, len(chunks) + 1, 7):
+        assert tells(model, body, chunks[:cut]) == chunks
+
+
+def test_with_a_small_top_p_the_likeliest_character_is_chosen(model: Writer) -> None:
+    likeliest, chosen = generate(
+        model,
+        [
+            Request({"prompt": PROMPT, "length": 40, "temperature": 0}),
+            Request({"prompt": PROMPT, "length": 40, "temperature": 2, "top_p": 0.001, "seed": 5}),
+        ],
+    )
+    assert likeliest == chosen
+
+
 def test_same_seed_gives_the_same_text_alone_and_among_others(model: Writer) -> None:
     bodies = [{"prompt": PROMPT[: 3 * seed], "length": 60, "seed": seed} for seed in range(12)]
     together = generate(model, [Request(body, str(index)) for index, body in enumerate(bodies)])
@@ -229,13 +272,20 @@ def test_body_is_a_prompt_or_a_map_of_any_fields() -> None:
         ("caf\u00e9", r"body: must be printable ASCII on one line; it has '\xe9'"),
         ("x" * 1001, "body: must have at most 1,000 characters, not 1,001"),
         ({"prompt": 3}, "body.prompt: must be a string, not int"),
-        ({"promt": "a"}, "body.promt: unknown; known are prompt, length, temperature, seed"),
+        (
+            {"promt": "a"},
+            "body.promt: unknown; known are prompt, length, temperature, seed, max_tokens, stop, top_p",
+        ),
         ({"length": 0}, "body.length: must be an integer of 1 to 1,000, not 0"),
         ({"length": True}, "body.length: must be an integer of 1 to 1,000, not True"),
         ({"temperature": math.nan}, "body.temperature: must be a number of 0 to 2, not nan"),
         ({"temperature": "hot"}, "body.temperature: must be a number of 0 to 2, not 'hot'"),
         ({"seed": 1.5}, "body.seed: must be an integer, not 1.5"),
         ({"seed": None}, "body.seed: must be an integer, not None"),
+        ({"max_tokens": 0}, "body.max_tokens: must be an integer, 1 or more, not 0"),
+        ({"stop": [""]}, "body.stop: must be a list of texts, not ['']"),
+        ({"top_p": 0}, "body.top_p: must be a number of more than 0 to 1, not 0"),
+        ({"prompt": [1, 2]}, "body.prompt: must be a string, not list"),
     ],
 )
 def test_wrong_body_is_rejected_by_field(body: object, error: str) -> None:

@@ -5,4 +5,5 @@ bodies     what the BODY arguments name: values, files, folders
 comparing  whether results are the same, but for rounding
 resuming   streams that are cut, and resumed from their first chunks
 memory     how much more memory a batch needs
+speaking   whether the gateway can read it, of a model that speaks OpenAI's API
 """

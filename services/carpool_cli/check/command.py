@@ -29,6 +29,7 @@ from carpool.settings import Devices, ModelSource, Texts, read_settings
 from carpool.shown import complain
 from carpool.wire.bodies import encode_body
 from carpool.wire.content_types import ACCEPT, is_value
+from carpool_cli.check import speaking
 from carpool_cli.check.bodies import Bodies, read_bodies
 from carpool_cli.check.comparing import are_same, value_of
 from carpool_cli.check.memory import Memory, Needed
@@ -145,11 +146,13 @@ def _check(screen: Screen, name: str, model: LoadedModel | SteppingModel, bodies
     except ValueError as error:
         raise _NotCheckedError(f"cannot be tried out: {error}; serve it with `carpool up`") from None
     with closing(dry_run):
-        return _try_out(screen, name, dry_run, bodies, model.settings.max_batch_size)
+        return _try_out(screen, name, dry_run, bodies, model)
 
 
-def _try_out(screen: Screen, name: str, dry_run: DryRun, bodies: Bodies, size_max: int) -> int:
-    memory = Memory()
+def _try_out(
+    screen: Screen, name: str, dry_run: DryRun, bodies: Bodies, model: LoadedModel | SteppingModel
+) -> int:
+    memory, size_max = Memory(), model.settings.max_batch_size
     alone = [tried.results[0] for tried in _execute(dry_run, bodies, 1)]
     for index, result in enumerate(alone):
         screen.print(f"{bodies.label(index)}: {_shown(result)}")
@@ -166,6 +169,9 @@ def _try_out(screen: Screen, name: str, dry_run: DryRun, bodies: Bodies, size_ma
         screen.print_table(build_table([_HEADINGS, *[_timed(dry_run, good, size) for size in sizes]]))
         _print_memory(screen, needed)
     resumes = _print_resumed(screen, dry_run, good) if dry_run.continues else True
+    spoken = [*speaking.sentences(model.spoken, bodies, alone)]
+    for sentence in spoken:
+        screen.print(sentence)
     for trace in dry_run.traces:
         screen.print(trace.rstrip())
     if dry_run.has_changed_inputs:
@@ -173,7 +179,7 @@ def _try_out(screen: Screen, name: str, dry_run: DryRun, bodies: Bodies, size_ma
             "The model writes into its input arrays. It may: a served model gets them for itself. Other "
             "callers of the class may still need theirs."
         )
-    return 0 if _are_right(screen, bodies, alone, batches) and resumes else 1
+    return 0 if _are_right(screen, bodies, alone, batches) and resumes and not spoken else 1
 
 
 def _execute(dry_run: DryRun, bodies: Bodies, size: int) -> list[Tried]:

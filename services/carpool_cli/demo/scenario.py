@@ -14,14 +14,17 @@ from typing import Any, Final
 from carpool.client.aio import AsyncClient, Reply
 from carpool.errors import CarpoolError
 from carpool.keys import DEFAULT_PREFIX
+from carpool.spoken import Spoken
 from carpool_cli.demo import listening, writing
 from carpool_cli.demo.docsearch import DocSearch
 from carpool_cli.demo.docsearch_corpus import SHOWN_QUERIES, queries
 from carpool_cli.demo.measure import SendingRun, TimedRequest, WorkerLog, same_answer, send_all
 from carpool_cli.demo.report import ANSWERS_SHOWN, Measured, show_answers, show_figures
 from carpool_cli.demo.voice_activity import VoiceActivity
+from carpool_cli.demo.writer import Writer
 from carpool_cli.local import paste
-from carpool_cli.local.supervisor import Supervisor
+from carpool_cli.local.embedded import HOST
+from carpool_cli.local.supervisor import GATEWAY_PORT, Supervisor
 from carpool_cli.screen import Progress, Screen, count, duration
 
 READY_MADE: Final = ("docsearch", "square", writing.WRITER, listening.VOICE_ACTIVITY)
@@ -212,14 +215,34 @@ class Scenario:
         if not self.keep:
             screen.print(f"  {carpool} demo --keep   keeps the stack running, and prints commands to try")
             screen.print(f"  {carpool} up MODEL      serves a model of your own")
+            self._print_curl()
             return
         screen.title(f"Serving at {url} until Ctrl-C. Commands to try in another terminal:\n")
         for worker in self._supervisor.workers:
             if worker.model not in READY_MADE:
                 continue
-            for line in paste.lines(url, worker.model, inputs=worker.inputs, kind=worker.kind):
+            gateway = self._supervisor.gateway
+            http = gateway.url if gateway is not None else ""
+            for line in paste.lines(
+                url,
+                worker.model,
+                inputs=worker.inputs,
+                kind=worker.kind,
+                gateway_url=http,
+                spoken=worker.spoken,
+            ):
                 screen.print(f"  {line}")
             screen.print()
+
+    def _print_curl(self) -> None:
+        """A command that shows a text as it is written."""
+        screen, carpool = self._screen, paste.command("carpool")
+        url, spoken = f"http://{HOST}:{GATEWAY_PORT}", Spoken((Writer.speaks,))
+        curl = paste.spoken_curl(writing.WRITER, spoken, url, is_stream=True)
+        screen.print(
+            f"  {carpool} up {writing.WRITER}     then, in another terminal, a text as it is written:"
+        )
+        screen.print(f"  {curl}")
 
     def _log_of(self, model: str) -> WorkerLog:
         path = next(worker.log for worker in self._supervisor.workers if worker.model == model)

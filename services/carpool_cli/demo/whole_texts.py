@@ -42,6 +42,7 @@ class _Text(StepRequest):
         super().__init__(info.correlation_id, info.lane, info.fields, body)
         self.characters: list[str] = []
 
-    def emit(self, value: str) -> None:
+    def emit(self, value: Any) -> None:
         """Append a character."""
-        self.characters.append(value)
+        if isinstance(value, str):
+            self.characters.append(value)

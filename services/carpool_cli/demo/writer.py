@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from carpool.errors import InvalidArgumentError
+from carpool.stop_texts import StopTexts
 from carpool_cli.demo import writer_network
 from carpool_cli.demo.writer_network import ALPHABET, END, Cache, Floats, Network, Row, softmax, symbols_of
 from carpool_worker.model_process.stepping.requests import StepRequest
@@ -33,12 +34,19 @@ _END_SYMBOL: Final = ALPHABET.index(END)
 
 
 class Order(NamedTuple):
-    """What a request asks for: `length` is the most characters. Without a seed, the correlation ID is it."""
+    """What a request asks for: `length` is the most characters. Without a seed, the correlation ID is it.
+
+    `stop`: texts before which the text ends. `top_p`: of the likeliest characters that have this probability
+    together, one is chosen. `tells_end`: the last chunk tells why the text ended, and the counts.
+    """
 
     prompt: str = ""
     length: int = LENGTH_DEFAULT
     temperature: float = TEMPERATURE_DEFAULT
     seed: int | None = None
+    stop: tuple[str, ...] = ()
+    top_p: float = 1.0
+    tells_end: bool = False
 
     @classmethod
     def read(cls, body: object) -> Order:
@@ -53,7 +61,11 @@ class Order(NamedTuple):
             if check is None:
                 raise InvalidArgumentError(f"body.{name}: unknown; known are {', '.join(_CHECKS)}")
             check(f"body.{name}", value)
-        return cls(**body)
+        fields = {name: value for name, value in body.items() if name != "max_tokens"}
+        if "max_tokens" in body:
+            fields.setdefault("length", min(body["max_tokens"], LENGTH_MAX))
+        fields["stop"] = tuple(body.get("stop", ()))
+        return cls(**fields, tells_end="prompt" in body and "length" not in body)
 
     def key(self, correlation_id: str) -> bytes:
         """The key of the order's random numbers."""
@@ -70,11 +82,25 @@ class Text:
     row: Row
     last: int
     written: int  # characters
+    stops: StopTexts
+    has_chunks: bool = False
+    has_ended: bool = False  # a process that died had sent all of it
+
+    def emit(self, request: StepRequest, value: Any) -> None:
+        """Send a chunk, unless it is an empty text."""
+        if value:
+            self.has_chunks = True
+            request.emit(value)
 
     @property
     def is_complete(self) -> bool:
         """Whether it has the length that was asked for."""
         return self.written >= self.order.length
+
+    def end(self, reason: str) -> dict[str, Any]:
+        """The last chunk. The tokens of this model are characters."""
+        counts = {"prompt_tokens": len(self.order.prompt), "completion_tokens": self.written}
+        return {"finish_reason": reason, **counts}
 
     @property
     def random_number(self) -> float:
@@ -90,9 +116,13 @@ class Writer:
     The body is a prompt, or a map with any of the fields of
     `{"prompt": "Return the", "length": 200, "temperature": 0.6, "seed": 1}`. The same body and seed give the
     same text, however it is batched, except where rounding decides between two characters.
+
+    It speaks completions of OpenAI's API: a map may also have `stop`, `top_p`, and `max_tokens` in place of
+    `length`. If it has a prompt and no `length`, the last chunk is a map with `finish_reason` and the counts.
     """
 
     name = "writer"
+    speaks = "completions"
     max_batch_size = 32
     continues = True
 
@@ -113,10 +143,14 @@ class Writer:
         beginnings = []
         for request in requests:
             order = Order.read(request.body)
-            written = "".join(request.chunks)
+            chunks = request.chunks
+            written = "".join([chunk for chunk in chunks if isinstance(chunk, str)])
             *symbols, last = symbols_of(END + order.prompt + written)
             row = self._cache.add()
-            request.state = Text(order, order.key(request.correlation_id), row, last, len(written))
+            key, stops = order.key(request.correlation_id), StopTexts(order.stop, written)
+            has_ended = bool(chunks) and not isinstance(chunks[-1], str)
+            text = Text(order, key, row, last, len(written), stops, bool(chunks), has_ended)
+            request.state = text
             beginnings.append((row, np.array(symbols, np.intp)))
         writer_network.read(self._network, self._cache, beginnings)
 
@@ -136,15 +170,23 @@ class Writer:
             self._cache.remove(request.state.row)
 
     def _write(self, request: StepRequest, text: Text, symbol: int) -> None:
-        if (
-            symbol != _END_SYMBOL and not text.is_complete
-        ):  # complete: one that was continued only to be finished
-            request.emit(ALPHABET[symbol])
+        if text.has_ended:  # it was continued only to be finished
+            request.finish()
+            return
+        reason = "stop" if symbol == _END_SYMBOL else "length"
+        if symbol != _END_SYMBOL and not text.is_complete:
             text.last = symbol
             text.written += 1
-            if not text.is_complete:
+            text.emit(request, text.stops.add(ALPHABET[symbol]))
+            if text.stops.has_stopped:
+                reason = "stop"
+            elif not text.is_complete:
                 return
-        if text.written:
+        if not text.stops.has_stopped:
+            text.emit(request, text.stops.rest())
+        if text.order.tells_end:
+            text.emit(request, text.end(reason))
+        if text.has_chunks:
             request.finish()
         else:
             request.finish("")
@@ -154,9 +196,20 @@ def choose(logits: Floats, texts: Sequence[Text]) -> list[int]:
     """The next symbol of each text, drawn with its next random number. `logits`: texts x symbols."""
     temperature = np.array([max(text.order.temperature, TEMPERATURE_MIN) for text in texts], np.float32)
     drawn = np.array([text.random_number for text in texts])
-    share = np.cumsum(softmax(logits / temperature[:, None]), axis=1, dtype=np.float64)
+    probabilities = softmax(logits / temperature[:, None])
+    for probability, text in zip(probabilities, texts, strict=True):
+        if text.order.top_p < 1:
+            _keep_likeliest(probability, text.order.top_p)
+    share = np.cumsum(probabilities, axis=1, dtype=np.float64)
     chosen: list[int] = (share <= drawn[:, None] * share[:, -1:]).sum(axis=1).tolist()
     return chosen
+
+
+def _keep_likeliest(probability: Floats, top_p: float) -> None:
+    """Set to 0 all but the likeliest symbols that have `top_p` together."""
+    order = np.argsort(-probability, kind="stable")
+    before = np.cumsum(probability[order]) - probability[order]
+    probability[order[before >= top_p]] = 0.0
 
 
 def _check_prompt(field: str, value: object) -> None:
@@ -189,9 +242,28 @@ def _check_seed(field: str, value: object) -> None:
         raise InvalidArgumentError(f"{field}: must be an integer, not {value!r:.40}")
 
 
+def _check_max_tokens(field: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgumentError(f"{field}: must be an integer, 1 or more, not {value!r:.40}")
+
+
+def _check_stop(field: str, value: object) -> None:
+    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
+        raise InvalidArgumentError(f"{field}: must be a list of texts, not {value!r:.40}")
+
+
+def _check_top_p(field: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 < value <= 1):
+        raise InvalidArgumentError(f"{field}: must be a number of more than 0 to 1, not {value!r:.40}")
+
+
 _CHECKS: Final[dict[str, Callable[[str, Any], None]]] = {
     "prompt": _check_prompt,
     "length": _check_length,
     "temperature": _check_temperature,
     "seed": _check_seed,
+    "max_tokens": _check_max_tokens,
+    "stop": _check_stop,
+    "top_p": _check_top_p,
 }

@@ -1,26 +1,42 @@
-"""An example body for a model: zeros for the tensors it declares, or a text if it declares none."""
+"""An example body for a model: zeros for the tensors it declares, or a text if it declares none. One that
+speaks OpenAI's API gets what that sends to it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from carpool.spoken import CHAT, COMPLETIONS, EMBEDDINGS, NOT_SPOKEN, Spoken
 from carpool.wire.bodies import MAX_JSON_ITEMS
 from carpool.wire.tensors import TensorSpec
 
 # For ready-made models. Any other model that declares no tensors gets a text.
 _BODIES: Final = {"square": 7, "docsearch": "how do I read a zip file", "writer": "Return the"}
 TEXT: Final = "hello"
+# Of OpenAI's API: the path of an interface, and what a request has beside the model.
+_SPOKEN: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    COMPLETIONS: ("/v1/completions", {"prompt": "Return the"}),
+    CHAT: ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
+    EMBEDDINGS: ("/v1/embeddings", {"input": TEXT}),
+}
 _VARIABLE_SIZE: Final = 2  # for a dimension of any size; more than 1, to show that it is one
 _WRITTEN_NUMBERS_MAX: Final = 32  # more are made by a Python expression
 _JSON_NUMBERS_MAX: Final = MAX_JSON_ITEMS // 2  # more cannot be sent as JSON
 
 
-def is_known(model: str, inputs: Sequence[TensorSpec]) -> bool:
+def is_known(model: str, inputs: Sequence[TensorSpec], spoken: Spoken = NOT_SPOKEN) -> bool:
     """Whether the example is a body that the model takes. Otherwise it is only a text, in its place."""
-    return bool(inputs) or model in _BODIES
+    return bool(inputs or spoken.speaks) or model in _BODIES
+
+
+def spoken_example(model: str, spoken: Spoken, *, is_stream: bool) -> tuple[str, str]:
+    """A path of OpenAI's API, and a body for it as JSON. `is_stream`: if it can be one, it is."""
+    interface = spoken.speaks[0]
+    path, fields = _SPOKEN[interface]
+    stream = {"stream": True} if is_stream and interface != EMBEDDINGS else {}
+    return path, json.dumps({"model": model, **fields, **stream})
 
 
 class Example(NamedTuple):
@@ -37,8 +53,11 @@ class Example(NamedTuple):
     imports: str = ""
 
 
-def example(model: str, inputs: Sequence[TensorSpec]) -> Example:
+def example(model: str, inputs: Sequence[TensorSpec], spoken: Spoken = NOT_SPOKEN) -> Example:
     """The example for a model with these input tensors."""
+    if spoken.speaks and model not in _BODIES:
+        text = json.dumps(_SPOKEN[spoken.speaks[0]][1])
+        return Example(text, "", text)
     if not inputs:
         text = json.dumps(_BODIES.get(model, TEXT))
         return Example(text, "", text)

@@ -13,8 +13,9 @@ from typing import Final
 from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.model_settings import ModelKind
 from carpool.redis_url import PORT, parse
+from carpool.spoken import NOT_SPOKEN, Spoken
 from carpool.wire.tensors import TensorSpec
-from carpool_cli.local.example import Example, example
+from carpool_cli.local.example import Example, example, spoken_example
 
 _WHOLE_SEQUENCE: Final = " --sequence-id try --sequence-start --sequence-end"
 _FLAGS: Final = {
@@ -43,21 +44,24 @@ def lines(
     inputs: Sequence[TensorSpec] = (),
     kind: ModelKind = ModelKind.PLAIN,
     gateway_url: str = "",
+    spoken: Spoken = NOT_SPOKEN,
 ) -> list[str]:
     """Commands for `carpool infer`, for curl if there is a gateway, for redis-cli and for Python. A body too
     large for JSON has only the last. If the model steps, the first two print chunks as they come;
-    if it keeps states, each command sends a sequence of one request.
+    if it keeps states, each command sends a sequence of one request. If it speaks OpenAI's API, so does curl.
 
     No command contains a password: it is taken from the environment.
     """
-    body = example(model, inputs)
+    body = example(model, inputs, spoken)
     python = _python(url, model, prefix, body, kind)
     if not (body.json or body.json_maker):
         return [python]
-    return [*_shell(url, model, prefix, body, kind, gateway_url), python]
+    return [*_shell(url, model, prefix, body, kind, gateway_url, spoken), python]
 
 
-def _shell(url: str, model: str, prefix: str, body: Example, kind: ModelKind, gateway_url: str) -> list[str]:
+def _shell(
+    url: str, model: str, prefix: str, body: Example, kind: ModelKind, gateway_url: str, spoken: Spoken
+) -> list[str]:
     keys, cli = Keys(model, prefix), _redis_cli(url)
     prefix_flag = "" if prefix == DEFAULT_PREFIX else f" --prefix {shlex.quote(prefix)}"
     url_flag = "" if _is_default(url) or _has_password(url) else f" --redis-url {shlex.quote(url)}"
@@ -72,12 +76,20 @@ def _shell(url: str, model: str, prefix: str, body: Example, kind: ModelKind, ga
         before, text = f"{command('python')} -c {maker} | ", "-"
         data = "--data-binary @-"
         add = f"{before}{cli} -x XADD {shlex.quote(keys.requests)} '*'{fields} body"
-    path = f"{gateway_url}/carpool/v1/models/{model}/infer"
+    curl = f"{before}curl {data}{_HEADERS[kind]} {gateway_url}/carpool/v1/models/{model}/infer"
+    if spoken.speaks:
+        curl = spoken_curl(model, spoken, gateway_url, is_stream=kind is ModelKind.STEPPING)
     return [
         f"{before}{command('carpool')} infer {model} {text}{flags}",
-        *([f"{before}curl {data}{_HEADERS[kind]} {path}"] if gateway_url else []),
+        *([curl] if gateway_url else []),
         f'{cli} BLPOP "{keys.result(f"$({add})")}" 5',
     ]
+
+
+def spoken_curl(model: str, spoken: Spoken, gateway_url: str, *, is_stream: bool) -> str:
+    """A command for curl, for a model that speaks OpenAI's API."""
+    path, body = spoken_example(model, spoken, is_stream=is_stream)
+    return f"curl -N -d {shlex.quote(body)} {gateway_url}{path}"
 
 
 def _python(url: str, model: str, prefix: str, body: Example, kind: ModelKind) -> str:

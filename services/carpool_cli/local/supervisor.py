@@ -33,6 +33,7 @@ from carpool.lifecycle import command_that_dies_with_parent
 from carpool.model_settings import POLICIES, ModelKind
 from carpool.process_names import is_local_process
 from carpool.settings import NO_OPTIONS, ModelOptions, RedisSettings
+from carpool.spoken import Spoken
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import take_snapshot
 from carpool.wire.registration import decode_inputs
@@ -204,6 +205,11 @@ class WorkerService(Service):
     def kind(self) -> ModelKind:
         """How the model executes requests."""
         return ModelKind.of(self.registration)
+
+    @property
+    def spoken(self) -> Spoken:
+        """What the model declares of OpenAI's API."""
+        return Spoken.of(self.registration)
 
     def start(self) -> None:
         self.serving = False

@@ -266,9 +266,10 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
             worker.inputs,
             worker.kind,
             supervisor.gateway.url if supervisor.gateway else "",
+            worker.spoken,
         ):
             screen.print(f"  {line}")
-        if not is_known(worker.model, worker.inputs):
+        if not is_known(worker.model, worker.inputs, worker.spoken):
             screen.print(f'  (In place of "{TEXT}", send what {worker.model} takes.)')
         screen.print()
     if settings.gateway and not supervisor.gateway:

@@ -21,6 +21,7 @@ from typing import Any, Final
 from carpool.client.entries import withdraw_command
 from carpool.client.options import expiration_ms
 from carpool.client.producer import Producer
+from carpool.client.sinks import Envelope
 from carpool.errors import DeadlineExceededError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID, Keys
 from carpool.store.kept import (
@@ -58,15 +59,18 @@ class KeptRequests:
 
     async def infer(self, asked: Asked, key: Key, exchange: Exchange) -> None:
         """Add the request, unless it was added before; answer with its result, or with where that will be."""
-        if asked.correlation_id is not None:
-            raise InvalidArgumentError(
-                "Carpool-Correlation-Id: not with Prefer: respond-async or Idempotency-Key; these choose it"
-            )
+        check_no_id(asked)
         key.count(1, now_s())
         await decompress(exchange, self._limits)
         if exchange.is_gone:
             return  # and its body with it
-        body = exchange.body  # which the exchange has no longer if its client goes away meanwhile
+        envelope = await self.result_of(asked, key, exchange, exchange.body)
+        if envelope is not None:
+            answer(exchange, envelope)
+
+    async def result_of(self, asked: Asked, key: Key, exchange: Exchange, body: bytes) -> Envelope | None:
+        """Add a request with this body, unless it was added before. Returns its result; None, if where that
+        will be is the answer, which then is given. Raises HttpError and CarpoolErrors."""
         keys, correlation_id = Keys(asked.model, self._producer.prefix), _correlation_id_of(exchange, key)
         fields = {
             **asked.fields,
@@ -88,13 +92,13 @@ class KeptRequests:
             await self._check_there(keys, correlation_id)
         if wants_async(exchange.headers):
             _answer_accepted(exchange, keys.model, correlation_id)
-        else:
-            envelope = await self._wait(keys, correlation_id, asked.timeout_s)
-            if envelope is None:
-                raise DeadlineExceededError(
-                    f"no result within {asked.timeout_s:g} s", correlation_id=correlation_id
-                )
-            answer(exchange, envelope)
+            return None
+        envelope = await self._wait(keys, correlation_id, asked.timeout_s)
+        if envelope is None:
+            raise DeadlineExceededError(
+                f"no result within {asked.timeout_s:g} s", correlation_id=correlation_id
+            )
+        return envelope
 
     # --- by ID ---------------------------------------------------------------------------------------------
 
@@ -156,6 +160,14 @@ class KeptRequests:
             envelope = kept_result(reply, correlation_id)
             if envelope is not None or left_ms <= _BLOCK_MS or is_in_vain():
                 return envelope
+
+
+def check_no_id(asked: Asked) -> None:
+    """Raise InvalidArgumentError if the request has an ID of its client's own."""
+    if asked.correlation_id is not None:
+        raise InvalidArgumentError(
+            "Carpool-Correlation-Id: not with Prefer: respond-async or Idempotency-Key; these choose it"
+        )
 
 
 def _correlation_id_of(exchange: Exchange, key: Key) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from carpool.model_settings import ModelKind, ModelSettings
+from carpool.spoken import NOT_SPOKEN, Spoken
 from carpool.wire.registration import decode_inputs, decode_outputs
 from carpool.wire.tensors import TensorSpec
 
@@ -29,6 +30,7 @@ class OfferedModel:
     kind: ModelKind
     settings: ModelSettings
     version: str = VERSION
+    spoken: Spoken = NOT_SPOKEN  # what it says of OpenAI's API
 
     @classmethod
     def of(
@@ -39,7 +41,8 @@ class OfferedModel:
         settings = ModelSettings.from_readable({**registration, **(overrides or {})})
         inputs, outputs = decode_inputs(registration), decode_outputs(registration)
         kind, version = ModelKind.of(registration), registration.get("version", VERSION)
-        return cls(name, inputs or [BODY], outputs or [RESULT], kind, settings, version)
+        spoken = Spoken.of(registration)
+        return cls(name, inputs or [BODY], outputs or [RESULT], kind, settings, version, spoken)
 
     @property
     def declares_inputs(self) -> bool:

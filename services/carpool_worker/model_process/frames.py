@@ -33,6 +33,7 @@ from carpool.errors import RESOURCE_EXHAUSTED
 from carpool.metrics import Change, Kind
 from carpool.model_settings import RESULT_BYTES_DEFAULT, ModelKind
 from carpool.parts import Buffer
+from carpool.spoken import NOT_SPOKEN, Spoken
 from carpool.wire.tensors import (
     WIDTHS,
     Array,
@@ -95,6 +96,7 @@ class Ready(NamedTuple):
     has_cost: bool = False  # it tells the cost of a body
     wants_callers: bool = False  # the model calls others on behalf of its requests
     is_async: bool = False  # it executes `max_concurrent_batches` frames at a time
+    spoken: Spoken = NOT_SPOKEN  # what it says of OpenAI's API
 
 
 class LoadFailed(NamedTuple):
@@ -517,8 +519,8 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
     kind, *fields = header
     if kind == _LOAD_FAILED:
         return LoadFailed(*fields)
-    settings, inputs, outputs, wants_requests, misspelt, model_kind, *others = fields
-    return Ready(
+    settings, inputs, outputs, wants_requests, misspelt, model_kind, *others, spoken = fields
+    ready = Ready(
         settings,
         tuple(TensorSpec(*spec) for spec in inputs),
         tuple(TensorSpec(*spec) for spec in outputs),
@@ -527,6 +529,7 @@ def read_load_result(header: Sequence[Any]) -> Ready | LoadFailed:
         ModelKind(model_kind),
         *others,
     )
+    return ready._replace(spoken=Spoken(*map(tuple, spoken)))
 
 
 def divide_payload(payload: Buffer, tail_bytes: int) -> tuple[memoryview, memoryview]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from carpool.messages.requests import JSON, PRIORITY_DEFAULT
 from carpool.model_settings import ModelKind, ModelSettings
+from carpool.spoken import NOT_SPOKEN, Spoken
 from carpool.wire.tensors import StateSpec, TensorSpec
 from carpool_worker.model_process.frames import Ready
 from carpool_worker.model_process.padding import Cut, cuts_of
@@ -76,6 +77,7 @@ class ModelDeclarations:
     parameters: Mapping[str, str] = field(default_factory=dict)  # for people; secrets are hidden
     version: str = ""  # empty: it declares none
     cost: Callable[[Any], Any] | None = None  # of a body, in the unit of `max_batch_cost`
+    spoken: Spoken = NOT_SPOKEN  # what it says of OpenAI's API
 
 
 @dataclass(slots=True)
@@ -177,6 +179,7 @@ def description_of(model: LoadedModel | SteppingModel) -> Ready:
         model.cost is not None,
         not isinstance(model, SteppingModel) and model.wants_clients,
         not isinstance(model, SteppingModel) and model.is_async,
+        model.spoken,
     )
 
 

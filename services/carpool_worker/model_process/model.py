@@ -37,7 +37,8 @@ A model may decode bodies, and encode results, one by one beside its batches (se
         def encode(self, result): ...           # of what `predict` returned -> the result
 
 `load`, or `__init__`, may declare parameters after a `*`: see `parameters`. A function has none.
-`version = "2"` is a name for it, which results, logs and metrics show.
+`version = "2"` is a name for it, which results, logs and metrics show. `speaks = "completions"`, "chat" or
+"embeddings" lets clients of OpenAI's API use it (`carpool.spoken`).
 
 A function such as `def square(batch): return [x * x for x in batch]` is a model too. A model may raise an
 exception, or return one in place of an item's result; carpool.errors has one for each status. A method
@@ -58,6 +59,7 @@ from typing import Any, Final
 from carpool.keys import MODEL_VERSION, MODEL_VERSION_CHARS_MAX
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.plugins import UnusableError
+from carpool.spoken import SPEAKS, UNDERSTANDS, Spoken
 from carpool.wire.tensors import StateSpec, TensorSpec
 from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.creation import Given, LoadError, create, declare, with_model
@@ -343,6 +345,7 @@ def _declarations(model: Any, given: Given, *, is_async: bool = False) -> dict[s
         "parameters": given.parameters.shown,
         "version": _version(model),
         "cost": _cost(model),
+        "spoken": _spoken(model),
     }
 
 
@@ -430,6 +433,20 @@ def _cost(model: Any) -> Callable[[Any], Any] | None:
     except ValueError:  # some C functions have no signature
         pass
     return cost  # type: ignore[no-any-return]
+
+
+def _spoken(model: Any) -> Spoken:
+    try:
+        spoken = Spoken.declared(getattr(model, SPEAKS, None), getattr(model, UNDERSTANDS, None))
+    except ValueError as error:
+        raise UnusableError(f"the model's {error}") from None
+    for name in ("inputs", "states", "binds_sequences") if spoken.speaks else ():
+        if getattr(model, name, None):
+            raise UnusableError(
+                f"the model has '{SPEAKS}' and {name!r}: a request of OpenAI's API is a map such as "
+                '{"prompt": "Once"}, without tensors, and no part of a sequence'
+            )
+    return spoken
 
 
 def _version(model: Any) -> str:

@@ -5,7 +5,8 @@ Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` 
 (`ModelKind`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
 Inference Protocol. `parameters` is a JSON map of what the model was loaded with, as text for people; secrets
 are hidden. `settings_from` is one of the settings that are not the model's own, with what gives them: `--set`
-or `file`. `version` is the name of the model's version, if it declares one.
+or `file`. `version` is the name of the model's version, if it declares one. `speaks` and `understands` are
+JSON lists of what it declares of OpenAI's API (`carpool.spoken`).
 
 Each worker declares such a hash. What is registered is made of those of living workers (`combined`).
 
@@ -20,12 +21,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from carpool.model_settings import ModelKind, ModelSettings
+from carpool.spoken import NOT_SPOKEN, SPEAKS, UNDERSTANDS, Spoken
 from carpool.wire.tensors import TensorSpec
 
 VERSION: Final = "version"
 _TENSORS: Final = ("inputs", "outputs")
 _SETTINGS_FROM: Final = "settings_from"
-OPTIONAL_FIELDS: Final = (*_TENSORS, "parameters", _SETTINGS_FROM, VERSION)
+OPTIONAL_FIELDS: Final = (*_TENSORS, "parameters", _SETTINGS_FROM, VERSION, SPEAKS, UNDERSTANDS)
 
 Registration = Mapping[str, str]
 """The fields of such a hash."""
@@ -43,10 +45,11 @@ def encode_registration(
     kind: ModelKind = ModelKind.PLAIN,
     parameters: Mapping[str, str] | None = None,
     version: str = "",
+    spoken: Spoken = NOT_SPOKEN,
 ) -> dict[str, str]:
     """The fields of the hash. A model that declares no inputs has no field `inputs`; likewise for outputs and
-    parameters, and for an empty version."""
-    fields = {**settings, **kind.fields, **({VERSION: version} if version else {})}
+    parameters, for an empty version, and for what it does not say of OpenAI's API."""
+    fields = {**settings, **kind.fields, **({VERSION: version} if version else {}), **spoken.fields}
     if parameters:
         fields["parameters"] = json.dumps(parameters)
     for name, specs in zip(_TENSORS, (inputs, outputs), strict=True):

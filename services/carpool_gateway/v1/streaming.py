@@ -1,0 +1,187 @@
+"""Streams of OpenAI's API: the events of completions and chat, as the model writes.
+
+What a client reads is a prefix of what the model writes. It ends with `data: [DONE]`, or else with an event
+that has an `error`, or with the end of the connection. Each event is written by itself, because some clients
+take what they receive at a time for whole events. A client that goes away withdraws its requests.
+
+Until the first text is there, an error is an answer with its status: the headers wait for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from carpool.client.entries import Channel
+from carpool.client.envelopes import EnvelopeStreamSink
+from carpool.client.packing import Packer
+from carpool.client.producer import Producer
+from carpool.client.streams import AsyncStream, StreamTarget
+from carpool.errors import CarpoolError
+from carpool.messages.requests import JSON
+from carpool_gateway.answers import http_error_of
+from carpool_gateway.exchange import Exchange
+from carpool_gateway.native.infer import cancel
+from carpool_gateway.openai.answers import COMMENT, DONE, EVENT_HEADERS, EventFormat, error_event, text_of
+from carpool_gateway.openai.errors import after_acceptance
+from carpool_gateway.openai.pieces import Written, usage_of
+from carpool_gateway.openai.requests import Asked
+
+_COMMENT_INTERVAL_S: Final = 15.0  # a proxy would end a connection on which nothing is written
+_COMMENT_DUE: Final = None  # in a queue of chunks
+
+
+class Streams:
+    """Answers exchanges with events."""
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+        self._sink = EnvelopeStreamSink()
+
+    async def answer(
+        self,
+        exchange: Exchange,
+        interface: str,
+        asked: Asked,
+        channel: Channel,
+        fields: Mapping[str, Any],
+        timeout_s: float,
+        own_id: str | None,
+    ) -> None:
+        """Send the prompts, and answer with what is written for them. Raises CarpoolErrors and HttpError
+        before the first event."""
+        if exchange.is_gone:
+            return
+        task, packer = asyncio.current_task(), self._producer.packer
+        assert task is not None
+        exchange.on_gone = lambda _: cancel(task)
+        targets: list[StreamTarget] = []
+        try:
+            for body in asked.bodies:
+                target = StreamTarget(asyncio.Queue())
+                targets.append(target)
+                target.correlation_id = packer.add(
+                    channel, (JSON, b"", body), fields, timeout_s, self._sink, target, own_id
+                )
+            await _Answer(exchange, interface, asked, targets, packer).write()
+        finally:
+            for target in targets:
+                if not target.ended:
+                    packer.close_stream(target)
+
+
+class _Answer:
+    """The events of one exchange. `targets`: of its prompts, each a choice."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        interface: str,
+        asked: Asked,
+        targets: Sequence[StreamTarget],
+        packer: Packer,
+    ) -> None:
+        self._exchange = exchange
+        self._interface = interface
+        self._has_usage = asked.has_usage
+        self._targets = targets
+        self._packer = packer
+        self._written = [Written() for _ in targets]
+        self._format: EventFormat | None = None  # once the answer has begun
+        self._is_quiet = False  # nothing was written for some time
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def write(self) -> None:
+        """Write all events. Raises HttpError before the first one."""
+        try:
+            await self._write_choices()
+        except CarpoolError as error:
+            failure = after_acceptance(http_error_of(error))
+            if self._format is None:
+                raise failure from None
+            await self._exchange.write(error_event(failure))
+        else:
+            await self._write_end()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        self._exchange.end()
+
+    async def _write_choices(self) -> None:
+        """Write what the model writes for each prompt. Raises CarpoolErrors: that of one choice ends all."""
+        choices = [self._write_choice(index, target) for index, target in enumerate(self._targets)]
+        if len(choices) == 1:
+            await choices[0]
+            return
+        tasks = [asyncio.ensure_future(choice) for choice in choices]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _write_choice(self, index: int, target: StreamTarget) -> None:
+        written, has_chunks = self._written[index], False
+        stream = AsyncStream(target, self._packer.close_stream, self._packer.loop)
+        while True:
+            try:
+                item = await anext(stream)
+            except StopAsyncIteration:
+                break
+            if item is _COMMENT_DUE:
+                await self._exchange.write(COMMENT)
+                continue
+            has_chunks = True
+            await self._write_text(index, text_of(item.content_type, item.body, written))
+        reply = stream.reply
+        assert reply is not None, "the stream has ended without an error"
+        if not has_chunks:  # a model that steps may finish a request without a chunk
+            result = reply.value
+            await self._write_text(index, text_of(result.content_type, result.body, written))
+        form = await self._begun()
+        await self._exchange.write(form.finish(index, written.finish_reason))
+
+    async def _write_text(self, index: int, text: bytes) -> None:
+        if text:
+            self._is_quiet = False
+            form = self._format or await self._begun()
+            await self._exchange.write(form.text(index, text))
+
+    async def _begun(self) -> EventFormat:
+        """How events are written, of an answer that has begun. A chat has one choice, and begins with its
+        role."""
+        if self._format is None:
+            exchange = self._exchange
+            self._format = EventFormat(
+                self._interface,
+                correlation_id=self._targets[0].correlation_id or "",
+                model=exchange.model,
+                created_s=int(time.time()),
+                has_usage=self._has_usage,
+            )
+            exchange.begin(200, EVENT_HEADERS)
+            self._comment_later()
+            if self._format.has_role:
+                await exchange.write(self._format.role(0))
+        return self._format
+
+    async def _write_end(self) -> None:
+        usage = usage_of(self._written) if self._has_usage else None
+        if usage is not None:
+            await self._exchange.write((await self._begun()).usage(usage))
+        await asyncio.sleep(0)  # what was written is sent, so that this is a packet of its own
+        await self._exchange.write(DONE)
+
+    # --- comments ------------------------------------------------------------------------------------------
+
+    def _comment_later(self) -> None:
+        self._is_quiet = True
+        self._timer = self._packer.loop.call_later(_COMMENT_INTERVAL_S, self._comment_if_quiet)
+
+    def _comment_if_quiet(self) -> None:
+        target = next((one for one in self._targets if not one.ended), None)
+        if self._is_quiet and target is not None and target.queue.empty():
+            target.queue.put_nowait(_COMMENT_DUE)
+        self._comment_later()
