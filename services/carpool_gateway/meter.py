@@ -23,8 +23,9 @@ _DURATIONS_US: Final = (
 
 
 ROUTES: Final = (
-    "infer", "infer_many", "stream", "requests", "models", "v2_infer", "v2_model", "v2_config", "v2_ready",
-    "v2_stats", "v2_index", "v2", "v2_health", "healthz", "readyz", "metrics", "openapi", "none",
+    "infer", "infer_many", "stream", "requests", "models", "v2_infer", "v2_generate", "v2_generate_stream",
+    "v2_model", "v2_config", "v2_ready", "v2_stats", "v2_index", "v2", "v2_health", "healthz", "readyz",
+    "metrics", "openapi", "websocket", "websocket_outputs", "websocket_request", "none",
 )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from carpool_gateway.routes import NO_SCOPE, Route
 from carpool_gateway.schemas import (
     Accepted,
     Error,
+    GenerateRequest,
+    GenerateResponse,
     Health,
     IndexEntry,
     IndexRequest,
@@ -35,6 +37,7 @@ JSON: Final = "application/json"
 TEXT: Final = "text/plain"
 BYTES: Final = "application/octet-stream"
 LINES: Final = "application/x-ndjson"
+EVENTS: Final = "text/event-stream"
 ANY: Final = "*/*"
 _COMPONENT: Final = "#/components/schemas/{name}"
 _NAMED: Final = re.compile(r"{(\w+)}")
@@ -57,7 +60,7 @@ _PROBE: Final = Content({200: {TEXT: None}, 503: {TEXT: None}})
 _RESULT: Final = {ANY: None}
 CONTENTS: Final[Mapping[tuple[str, str], Content]] = {
     ("POST", "infer"): Content(
-        {200: {ANY: None, "text/event-stream": None}, 202: {JSON: Accepted}}, {ANY: None}, needs_body=False
+        {200: {ANY: None, EVENTS: None}, 202: {JSON: Accepted}}, {ANY: None}, needs_body=False
     ),
     ("POST", "infer_many"): Content({200: {LINES: None}}, {ANY: None}, needs_body=False),
     ("GET", "requests"): Content({200: _RESULT, 202: {JSON: Accepted}}),
@@ -72,7 +75,11 @@ CONTENTS: Final[Mapping[tuple[str, str], Content]] = {
     ("POST", "v2_infer"): Content(
         {200: {JSON: InferResponse, BYTES: None}}, {JSON: InferRequest, BYTES: None}
     ),
+    ("POST", "v2_generate"): Content({200: {JSON: GenerateResponse}}, {JSON: GenerateRequest}),
+    ("POST", "v2_generate_stream"): Content({200: {EVENTS: None}}, {JSON: GenerateRequest}),
     ("POST", "v2_index"): Content(_json(list[IndexEntry]), {JSON: IndexRequest}, needs_body=False),
+    ("GET", "websocket"): Content({101: {}, 426: {JSON: Error}}),
+    ("GET", "websocket_outputs"): Content({101: {}, 426: {JSON: Error}}),
     ("GET", "healthz"): _PROBE,
     ("GET", "readyz"): _PROBE,
     ("GET", "metrics"): Content({200: {TEXT: None, "application/openmetrics-text": None}}),

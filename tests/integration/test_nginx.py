@@ -16,8 +16,10 @@ import pytest
 
 from carpool.lifecycle import command_that_dies_with_parent
 from support.http import Connection, call, request
+from support.models.stepping import text_of
 from support.stack import Service, Stack
 from support.waiting import wait_until
+from support.websocket import Socket, handshake
 
 CONFIGURATION: Final = Path(__file__).parents[2] / "ops/nginx/carpool.conf"
 ECHO: Final = "/carpool/v1/models/Echo/infer"
@@ -99,6 +101,19 @@ def test_requests_pass_unchanged(nginx: str) -> None:
     refused = call(nginx, "POST", ECHO, b"{")
     assert (refused.code, refused.json["status"]) == (400, "INVALID_ARGUMENT")
     assert call(nginx, "GET", "/metrics").code == 404
+
+
+def test_websockets_pass_and_pages_of_this_site_may_open_them(nginx: str) -> None:
+    site = nginx.removeprefix("http://")
+    with Socket(nginx, "/carpool/v1/models/Chain/stream", Host=site, Origin=nginx) as socket:
+        socket.send({"id": "1", "body": {"length": 3, "step_s": 0.02}})
+        *chunks, end = socket.until_end()
+        assert "".join(one["chunk"] for one in chunks) == text_of(end["end"]["correlation_id"], 3)
+    with Connection(nginx) as connection:
+        connection.send(
+            handshake("/carpool/v1/models/Chain/stream", Host=site, Origin="https://else.example")
+        )
+        assert connection.answer(has_body=False).code == 403
 
 
 def test_events_are_not_held_back(nginx: str) -> None:
