@@ -10,6 +10,7 @@ import asyncio
 from types import TracebackType
 from typing import Final, Self
 
+from carpool_gateway.answers import HttpError
 from carpool_gateway.exchange import Exchange
 
 EVENT_HEADERS: Final = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -39,10 +40,17 @@ class Events:
         self._begin()
         self._exchange.end()
 
-    def _begin(self) -> None:
+    async def fail(self, error: HttpError, event: bytes) -> None:
+        """End with an error, which `event` tells. If it is the first event, the answer has its status."""
+        self._begin(error.code, error.headers)
+        await self._exchange.write(event)
+        self._exchange.end()
+
+    def _begin(self, code: int = 200, headers: bytes = b"") -> None:
         if not self.has_begun:
             self.has_begun = True
-            self._exchange.begin(200, b"content-type: %b\r\n" % self._content_type + EVENT_HEADERS)
+            content_type = b"content-type: %b\r\n" % self._content_type
+            self._exchange.begin(code, content_type + EVENT_HEADERS + headers)
             self._written_s = self._loop.time()
             self._timer = self._loop.call_later(COMMENT_INTERVAL_S, self._on_time)
 

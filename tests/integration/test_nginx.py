@@ -140,14 +140,21 @@ class Load:
             thread.start()
 
     def _run(self, client: int) -> None:
+        while not self._stopping.is_set():
+            self._use_connection(client)
+
+    def _use_connection(self, client: int) -> None:
+        """Send requests on one connection; nginx ends it after a thousand."""
+        is_last = False
         with Connection(self._nginx) as connection:
-            while not self._stopping.is_set():
+            while not (is_last or self._stopping.is_set()):
                 name = f"{client}-{self._answers[client]}"
                 headers = {"Idempotency_Key": name} if self._has_keys else {}
                 answer = connection.request("POST", ECHO, json.dumps(name).encode(), **headers)
                 if (answer.code, answer.body.decode()) != (200, json.dumps(name)):
                     self.wrong.append(f"{name}: {answer.code} {answer.body!r:.200}")
                 self._answers[client] += 1
+                is_last = answer.headers.get("connection") == "close"
 
     def wait_for_more(self, number: int) -> None:
         """Wait until each client has this number of further answers, or one is wrong."""

@@ -75,10 +75,11 @@ async def _write_events(events: Events, chunks: Chunks) -> None:
     except CarpoolError as error:
         if not events.has_begun:
             raise
-        await events.write(b"event: error\ndata: %b\n" % error_line(http_error_of(error)))
+        failure = http_error_of(error)
+        await events.fail(failure, b"event: error\ndata: %b\n" % error_line(failure))
     else:
         await events.write(_last_event(chunks))
-    events.end()
+        events.end()
 
 
 def _event_of(item: Chunk | Result) -> bytes:

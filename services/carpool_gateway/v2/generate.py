@@ -3,7 +3,8 @@
     data: {"model_name":"m","model_version":"1","text_output":" upon"}      a response
     data: {"error":...,"status":...}                                        the last, if it fails after one
 
-What fails before the first response is answered with its status and JSON, as everywhere.
+What is wrong with the request is answered with its status and JSON, as everywhere. If it fails later, and
+before the first response, the only event says so, and the answer has the status, as in Triton.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Generating:
         exchange.respond(200, JSON_HEADER, await self._streams.compute(encode) if is_large else encode())
 
     async def generate_stream(self, asked: Asked, exchange: Exchange) -> None:
-        """Answer with an event for each response. Raises HttpError and CarpoolErrors before the first."""
+        """Answer with an event for each response. Raises HttpError and CarpoolErrors if it cannot be sent."""
         model, (request, is_whole) = await self._read(exchange)
         responses = await self._streams.send(asked, model, request, exchange.connection.memory)
         async with responses:
@@ -58,17 +59,17 @@ class Generating:
                 await self._write_events(events, responses, _encode(model, request.id, is_whole=is_whole))
 
     async def _write_events(self, events: Events, responses: Responses, encode: Encode) -> None:
-        """Write responses, each at once. Raises what is raised first."""
+        """Write responses, each at once."""
         try:
             async for outputs in responses:
                 write = partial(encode, outputs)
                 written = await self._streams.compute(write) if is_large_json(outputs) else write()
                 await events.write(b"data: %b\n\n" % written)
         except CarpoolError as error:
-            if not events.has_begun:
-                raise
-            await events.write(b"data: %b\n" % error_body(http_error_of(error)))
-        events.end()
+            failure = http_error_of(error)
+            await events.fail(failure, b"data: %b\n" % error_body(failure))
+        else:
+            events.end()
 
     async def _read(self, exchange: Exchange) -> tuple[OfferedModel, GenerateRequest]:
         task = asyncio.current_task()
