@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +12,7 @@ import pytest
 
 from support.http import Answer, Connection, call, request
 from support.stack import Service, Stack
+from support.waiting import EVENTUALLY_S, wait_until
 
 LLM: Final = "MockLLM"
 PROMPT: Final = {"PROMPT": "hello world", "STREAM": False}
@@ -174,3 +176,38 @@ def test_a_client_that_goes_withdraws_the_request(gateway: Service, shared: Stac
 def test_a_stream_goes_on_after_its_process_was_killed(gateway: Service, shared: Stack) -> None:
     events = events_of(stream(gateway, "Counter", count=20, KILLS_AT=7))
     assert [event["number"] for event in events] == [*range(20)]
+
+
+# --- readers and ends --------------------------------------------------------------------------------------
+
+
+def test_a_slow_reader_is_bounded_and_told_so(shared: Stack) -> None:
+    limits = ("--memory-bytes-max", str(2 << 20), "--body-bytes-max", "65536")
+    gateway = shared.gateway(*limits)
+    shared.serve("stepping.py:endless")
+    body = json.dumps({"text": "x" * 10_000}).encode()
+    with Connection(gateway.url) as connection:
+        connection.send(request("POST", "/carpool/v1/models/endless/infer", body, Accept="text/event-stream"))
+        wait_until(lambda: shared.redis.xlen("carpool:{endless}:batches") == 1, description="it is executed")
+        shared.wait_until_idle("endless")  # it was withdrawn
+        assert "event: error" not in connection.until(b"\n\n").decode()[:1000]
+        rest = connection.answer()
+    *_, error = rest.body.split(b"\n\n")[:-1]
+    assert error.startswith(b"event: error\n")
+    assert b"read too slowly" in error
+    assert gateway.terminate() == 0
+
+
+def test_a_gateway_that_stops_ends_its_streams(shared: Stack, gate: Path) -> None:
+    gateway = shared.gateway()
+    body = json.dumps({**STREAM, "REPETITION": 3, "GATE": str(gate)}).encode()
+    with Connection(gateway.url) as connection:
+        connection.send(request("POST", path_of(LLM, "generate_stream"), body))
+        assert connection.answer(has_body=False).code == 200
+        first = connection.part()
+        gateway.signal(signal.SIGTERM)
+        gate.touch()
+        rest = b"".join(iter(connection.part, b""))
+        assert (first + rest).count(b"hello world") == 3
+        assert connection.rest() == b""
+    assert gateway.process.wait(EVENTUALLY_S) == 0
