@@ -34,7 +34,7 @@ SPEC: Final = f"tokens={Path(__file__)}:Tokens"
 STREAMS: Final = 32
 CHUNKS: Final = 300
 ROUNDS: Final = 5
-MEMORY: Final = ("--memory-bytes-max", str(64 * MIB), "--body-bytes-max", str(MIB))  # of `readers`
+MEMORY: Final = ("--memory-bytes-max", str(16 * MIB), "--body-bytes-max", str(MIB))  # of `readers`
 
 
 class Tokens:
@@ -189,7 +189,7 @@ async def measure_chunks(stack: Stack) -> None:
 
 async def measure_readers(stack: Stack) -> None:
     """Print the memory of each process while a thousand streams are read."""
-    readers, slow, gone, count = 1000, 100, 50, 60
+    readers, slow, gone, count = 1000, 100, 50, 45
 
     def print_memory(when: str) -> None:
         memory = "  ".join(f"{name} {stack.resident_mib(name):6.1f}" for name in stack.pids)
@@ -205,18 +205,20 @@ async def measure_readers(stack: Stack) -> None:
         size = 65536 if number < slow else 100
         sent, chunk, end = native_events({"size": size, "count": count})
         if number >= slow + gone:
-            whole += await read_stream(stack.port, sent, chunk, end) == count
+            seen = await read_stream(stack.port, sent, chunk, end)
+            whole += seen == count
             return
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port, limit=1 << 12)
         writer.write(sent)
         await reader.readuntil(chunk)
         if number < slow:
             await stopped.wait()
-            ended_slow += b"read too slowly" in await reader.read(-1)
+            rest = await reader.read(-1)
+            ended_slow += b"read too slowly" in rest
         writer.transport.abort()
 
     tasks = [asyncio.ensure_future(read(number)) for number in range(readers)]
-    for at in range(7):
+    for at in range(10):
         await asyncio.sleep(5)
         print_memory(f"after {5 * (at + 1)} s, {whole} whole")
     stopped.set()
@@ -231,7 +233,7 @@ def main() -> None:
     parser.add_argument("what", choices=("chunks", "readers"))
     what = parser.parse_args().what
     is_chunks = what == "chunks"
-    stack = Stack(0.005) if is_chunks else Stack(0.5, "--request-timeout-s", "300", *MEMORY)
+    stack = Stack(0.005) if is_chunks else Stack(1.0, "--request-timeout-s", "300", *MEMORY)
     try:
         asyncio.run((measure_chunks if is_chunks else measure_readers)(stack))
     finally:
