@@ -93,7 +93,12 @@ def websocket_values(body: dict[str, Any]) -> tuple[bytes, bytes, bytes]:
 
 def websocket_tensors(body: dict[str, Any]) -> tuple[bytes, bytes, bytes]:
     """As there, with a request of the Open Inference Protocol."""
-    tensor = {"name": "body", "datatype": "BYTES", "shape": [1, 1], "data": [json.dumps(body)]}
+    tensor: dict[str, Any] = {
+        "name": "body",
+        "datatype": "BYTES",
+        "shape": [1, 1],
+        "data": [json.dumps(body)],
+    }
     tensor["parameters"] = {"content_type": "application/json"}
     message = json.dumps({"id": "1", "inputs": [tensor]}).ljust(300).encode()
     return _upgrade("/v2/models/tokens/stream", message), b'"data":["x', b'"end":'
