@@ -221,6 +221,8 @@ def accept(exchange: Exchange, origins: Sequence[str]) -> bytes:
     """The headers that answer the request for a WebSocket. `origins`: of pages that may ask for one, beside
     those of this server. Raises HttpError if it is none, or its page may not."""
     headers = exchange.headers
+    if exchange.method != "GET" or not exchange.takes_parts:
+        raise HttpError(400, "a WebSocket is asked for with GET, in HTTP/1.1")
     if b"websocket" not in _tokens(headers.get(b"upgrade", b"")):
         raise HttpError(
             426, "this is a WebSocket: send Upgrade: websocket", headers=b"upgrade: websocket\r\n"

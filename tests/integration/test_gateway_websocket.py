@@ -258,6 +258,13 @@ def test_handshakes(gateway: Service, headers: dict[str, str], code: int) -> Non
     assert opened(gateway.url, **headers) == code
 
 
+@pytest.mark.parametrize(("before", "after"), [(b"GET", b"HEAD"), (b"HTTP/1.1", b"HTTP/1.0")])
+def test_other_requests_are_no_handshakes(gateway: Service, before: bytes, after: bytes) -> None:
+    with Connection(gateway.url) as connection:
+        connection.send(handshake(ECHO).replace(before, after, 1))
+        assert connection.answer(has_body=False).code == 400
+
+
 def test_keys_and_origins(shared: Stack, tmp_path: Path) -> None:
     from hashlib import sha256
 
