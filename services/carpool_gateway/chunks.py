@@ -99,6 +99,11 @@ class Chunks:
         self.values = 0  # what is in them: as many as the model emitted
 
     @property
+    def correlation_id(self) -> str:
+        """That of the request."""
+        return self._target.correlation_id or ""
+
+    @property
     def reply(self) -> Reply | None:
         """How the request was served, once the last chunk was taken; None before, and after an error."""
         return self._stream.reply
