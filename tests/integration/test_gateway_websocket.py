@@ -388,6 +388,8 @@ def test_first_outputs_of_any_model(gateway: Service) -> None:
         body = {"name": "body", "datatype": "BYTES", "shape": [1, 1], "data": ["a text"]}
         socket.send({"model": "Echo", "inputs": [body]})
         assert socket.message() == (TEXT, b"a text")
+        socket.send({"model": "Echo", "inputs": [{**body, "data": ["x" * 100_000]}]})
+        assert socket.message() == (TEXT, b"x" * 100_000)
         socket.send({"model": "Noop", "inputs": []})
         opcode, message = socket.message()
         assert opcode == TEXT

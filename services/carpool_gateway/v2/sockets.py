@@ -50,9 +50,10 @@ _INVALID: Final = 1007
 
 
 class _Message(NamedTuple):
-    """What a message says. `header_length`: as in `decode_request`."""
+    """What a message says. `header_length`: as in `decode_request`; None for a text."""
 
     id: str
+    model: str
     cancel: str | None
     has_body: bool
     body: Any
@@ -64,12 +65,17 @@ class _Message(NamedTuple):
 class Conversation:
     """Requests on one WebSocket: how many there are, what they are counted as, how they end."""
 
-    def __init__(self, socket: WebSocket, opened: Exchange, asked: Asked, limits: Limits) -> None:
+    def __init__(
+        self, socket: WebSocket, opened: Exchange, asked: Asked, streams: TensorStreams, limits: Limits
+    ) -> None:
         """`opened`: the exchange that was upgraded. `asked`: who opened it, with which options."""
         self.socket = socket
         self.opened = opened
         self.asked = asked
+        self.streams = streams
         self._limits = limits
+        self._unread: deque[tuple[bytes, bool]] = deque()  # messages behind a large one that is being read
+        self._reading: asyncio.Task[None] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by ID
         self._is_draining = False
 
@@ -77,6 +83,30 @@ class Conversation:
     def in_flight(self) -> int:
         """Requests without an end."""
         return len(self._tasks)
+
+    def on_message(self, message: bytes, *, is_text: bool) -> None:
+        """Read a message. A large one is read beside the event loop, and then those behind it."""
+        if self._reading is not None or len(message) > LARGE_JSON_BYTES:
+            self._unread.append((message, is_text))
+            self.socket.wire.memory.hold(len(message))
+            if self._reading is None:
+                self.socket.hold_reading()
+                self._reading = asyncio.get_running_loop().create_task(self._read_unread())
+        else:
+            self.on_read(message, _read_or_error(message, is_text=is_text))
+
+    async def _read_unread(self) -> None:
+        while self._unread:
+            message, is_text = self._unread.popleft()
+            read = await self.streams.compute(partial(_read_or_error, message, is_text=is_text))
+            self.socket.wire.memory.release(len(message))
+            self.on_read(message, read)
+        self._reading = None
+        self.socket.resume_reading()
+
+    def on_read(self, message: bytes, read: _Message | CarpoolError) -> None:
+        """A message was read, or why it cannot be."""
+        raise NotImplementedError
 
     def on_drain(self) -> None:
         """The gateway stops: answer what has begun, and take no more."""
@@ -154,35 +184,8 @@ class Conversation:
 class Requests(Conversation):
     """Requests for one model, each with any number of responses."""
 
-    def __init__(
-        self, socket: WebSocket, opened: Exchange, asked: Asked, streams: TensorStreams, limits: Limits
-    ) -> None:
-        super().__init__(socket, opened, asked, limits)
-        self._streams = streams
-        self._unread: deque[tuple[bytes, bool]] = deque()  # messages behind a large one that is being read
-        self._reading: asyncio.Task[None] | None = None
-
-    def on_message(self, message: bytes, *, is_text: bool) -> None:
+    def on_read(self, message: bytes, read: _Message | CarpoolError) -> None:
         """A request, or the withdrawal of one."""
-        if self._reading is not None or len(message) > LARGE_JSON_BYTES:
-            self._unread.append((message, is_text))
-            if self._reading is None:
-                self.socket.hold_reading()
-                self._reading = asyncio.get_running_loop().create_task(self._read_unread())
-        else:
-            self._on_read(message, _read_or_error(message, is_text=is_text))
-
-    async def _read_unread(self) -> None:
-        """Read messages in their order, beside the event loop, which would stand still for a large one."""
-        while self._unread:
-            message, is_text = self._unread.popleft()
-            read = partial(_read_or_error, message, is_text=is_text)
-            self._on_read(message, await self._streams.compute(read))
-        self._reading = None
-        self.socket.resume_reading()
-
-    def _on_read(self, message: bytes, read: _Message | CarpoolError) -> None:
-        """A message was read, or why it cannot be."""
         if isinstance(read, _Message) and read.cancel is not None:
             self.cancel(read.cancel)
             return
@@ -198,16 +201,16 @@ class Requests(Conversation):
             self.socket.wire.done(exchange)
 
     async def _serve_tensors(self, read: _Message) -> None:
-        model = await self._streams.find(self.opened.model, self.opened.parameters.get("version"))
+        model = await self.streams.find(self.opened.model, self.opened.parameters.get("version"))
         decode = partial(decode_request, read.document, read.header_length)
         is_large = len(read.document) > LARGE_JSON_BYTES
-        request = await self._streams.compute(decode) if is_large else decode()
-        responses = await self._streams.send(self.asked, model, request, self.socket.wire.memory)
+        request = await self.streams.compute(decode) if is_large else decode()
+        responses = await self.streams.send(self.asked, model, request, self.socket.wire.memory)
         count = 0
         async with responses:
             async for outputs in responses:
                 encode = partial(_response, model, read.id, outputs)
-                response = await self._streams.compute(encode) if is_large_json(outputs) else encode()
+                response = await self.streams.compute(encode) if is_large_json(outputs) else encode()
                 await self.socket.wire.until_read()
                 self.socket.send(response[0], is_text=response[1])
                 count += 1
@@ -217,7 +220,7 @@ class Requests(Conversation):
         body = json.dumps(read.body, separators=(",", ":"), ensure_ascii=False).encode()
         request = request_of(read.id, (), read.parameters)
         memory = self.socket.wire.memory
-        chunks = await self._streams.send_value(self.asked, self.opened.model, body, request, memory)
+        chunks = await self.streams.send_value(self.asked, self.opened.model, body, request, memory)
         async with chunks:
             async for item in chunks:
                 await self.socket.wire.until_read()
@@ -255,39 +258,29 @@ class OutputRequests(Conversation):
     text. A message that is no request closes the connection.
     """
 
-    def __init__(
-        self, socket: WebSocket, opened: Exchange, asked: Asked, streams: TensorStreams, limits: Limits
-    ) -> None:
-        super().__init__(socket, opened, asked, limits)
-        self._streams = streams
-        self._number = 0
+    _number = 0  # of its requests, which have no IDs
 
-    def on_message(self, message: bytes, *, is_text: bool) -> None:
+    def on_read(self, message: bytes, read: _Message | CarpoolError) -> None:
         """A request."""
-        try:
-            document = parse(message) if is_text else None
-        except ProtocolError:
-            document = None
-        name = document.get("model") if isinstance(document, dict) else None
-        if not isinstance(name, str):
+        if isinstance(read, CarpoolError) or read.header_length is not None or not read.model:
             self.socket.close(_INVALID, "a message must be a request in JSON, which names its model")
             self.on_lost()
             return
-        exchange = self.new_exchange()
+        name, exchange = read.model, self.new_exchange()
         exchange.model = name
         self._number += 1
         try:
             self.asked.key.check(INFER, name)
-            request_id = str(self._number)
-            self.start(exchange, request_id, len(message), lambda: self._serve(name, message))
+            self.start(exchange, str(self._number), len(message), lambda: self._serve(name, message))
         except (HttpError, CarpoolError) as error:
             self.fail(exchange, "", error)
             self.socket.wire.done(exchange)
 
     async def _serve(self, name: str, message: bytes) -> None:
-        model = await self._streams.find(name)
-        request = decode_request(message)
-        responses = await self._streams.send(
+        model = await self.streams.find(name)
+        decode = partial(decode_request, message)
+        request = await self.streams.compute(decode) if len(message) > LARGE_JSON_BYTES else decode()
+        responses = await self.streams.send(
             self.asked, model, request, self.socket.wire.memory, is_joined=True
         )
         async with responses:
@@ -328,7 +321,7 @@ def _read(message: bytes, *, is_text: bool) -> _Message:
     if type(fields) is not dict:
         raise ProtocolError("a message must be a JSON object")
     names = {}
-    for name in ("id", "cancel"):
+    for name in ("id", "model", "cancel"):
         names[name] = fields.get(name)
         if names[name] is not None and type(names[name]) is not str:
             raise ProtocolError(f"{name}: must be a text")
@@ -340,6 +333,7 @@ def _read(message: bytes, *, is_text: bool) -> _Message:
             raise ProtocolError(f"parameter {name!r:.60} must be a text, a number, true or false")
     return _Message(
         names["id"] or "",
+        names["model"] or "",
         names["cancel"],
         "body" in fields,
         fields.get("body"),
