@@ -69,6 +69,21 @@ def _routes(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -
         yield _get(f"{path}/stats", "v2_stats", INFER, v2.model_statistics, "What became of its requests")
         post_infer = ("POST", f"{path}/infer", "v2_infer", INFER)
         yield Route(*post_infer, v2.handler_for_infer, "Tensors in, tensors out")
+        generate = ("POST", f"{path}/generate", "v2_generate", INFER)
+        yield Route(*generate, v2.handler_for_generate, "Plain JSON in, one response out")
+        generate = ("POST", f"{path}/generate_stream", "v2_generate_stream", INFER)
+        yield Route(*generate, v2.handler_for_generate_stream, "Plain JSON in, events with responses out")
+
+    stream = (
+        "websocket",
+        INFER,
+        v2.handler_for_stream,
+        "A WebSocket: requests of a model, and their responses",
+    )
+    for path in (f"{_MODEL}/stream", f"{_V2_MODEL}/stream", f"{_V2_VERSION}/stream"):
+        yield Route("GET", path, *stream)
+    about = "A WebSocket: requests of any model, and their first outputs"
+    yield Route("GET", "/models/infer", "websocket_outputs", INFER, v2.handler_for_outputs, about)
 
     yield _get("/healthz", "healthz", NO_SCOPE, probes.healthz, "Whether the gateway works, as text")
     yield _get("/readyz", "readyz", NO_SCOPE, probes.readyz, "Whether it can serve, as text")

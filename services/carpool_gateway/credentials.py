@@ -34,6 +34,7 @@ from carpool_gateway.answers import HttpError
 
 INFER: Final = "infer"
 METRICS: Final = "metrics"
+KEY_PREFIX: Final = b"carpool.key."  # of a subprotocol of WebSocket that is an API key
 SCOPES: Final = (INFER, METRICS)
 _ALL: Final = ("*",)
 _FIELDS: Final = frozenset(("name", "sha256", "tenant", "scopes", "models", "rate"))
@@ -106,8 +107,10 @@ class KeyRing:
     Raises ValueError, which names what is wrong in the file, and OSError.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, origins: Sequence[str] = ()) -> None:
+        """`origins`: web sites whose pages may use a gateway without keys."""
         self._path = path
+        self._origins = origins
         self._changed_ns = 0
         self._keys: Sequence[Key] = ()
         if path is not None:
@@ -126,17 +129,20 @@ class KeyRing:
         self._keys = read_keys(path.read_text("utf-8"))
 
     def find(self, headers: Mapping[bytes, bytes]) -> Key:
-        """The key that a request presents: `Authorization: Bearer KEY` or `X-API-Key: KEY`. Raises HttpError.
+        """The key that a request presents: `Authorization: Bearer KEY`, `X-API-Key: KEY`, or, because pages
+        cannot set headers of a WebSocket, `Sec-WebSocket-Protocol: carpool.key.KEY`. Raises HttpError.
 
         All keys are compared, each in constant time: how long it takes tells nothing of them.
         """
         if self._path is None:
-            _check_origin(headers)
+            _check_origin(headers, self._origins)
             return ANYBODY
         presented = headers.get(b"x-api-key")
         if presented is None:
             kind, _, presented = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer":
+            if not kind and (offered := headers.get(b"sec-websocket-protocol")) is not None:
+                kind, presented = b"bearer", _key_in(offered)
+            if kind.lower() != b"bearer" or not presented:
                 raise HttpError(
                     401,
                     "a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY",
@@ -151,11 +157,19 @@ class KeyRing:
         return found
 
 
-def _check_origin(headers: Mapping[bytes, bytes]) -> None:
+def _key_in(offered: bytes) -> bytes:
+    """The API key among the subprotocols that a client of WebSocket offers; empty if there is none."""
+    names = [name.strip() for name in offered.split(b",")]
+    return next((name.removeprefix(KEY_PREFIX) for name in names if name.startswith(KEY_PREFIX)), b"")
+
+
+def _check_origin(headers: Mapping[bytes, bytes], origins: Sequence[str]) -> None:
     """Refuse what a page of another site sends (403). Where no key is needed, any page that is looked at on
     this machine could use the models."""
     origin = headers.get(b"origin")
-    if origin is not None and not is_loopback(urlsplit(origin.decode("latin-1")).hostname or ""):
+    if origin is None or is_loopback(urlsplit(origin.decode("latin-1")).hostname or ""):
+        return
+    if origin.decode("latin-1").lower() not in origins:
         raise HttpError(403, "a page of another site may not use a gateway without keys")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from carpool.errors import CarpoolError
@@ -23,9 +23,44 @@ class Connection(Protocol):
     def write_answer(self, exchange: Exchange, headers: bytes, body: bytes) -> None: ...
     def write_head(self, exchange: Exchange, headers: bytes) -> None: ...
     async def write_part(self, exchange: Exchange, part: bytes) -> None: ...
+    def write_part_if_read(self, exchange: Exchange, part: bytes) -> None: ...
     def write_end(self, exchange: Exchange) -> None: ...
+    def upgrade(self, exchange: Exchange, headers: bytes, make: Callable[[Wire], Upgraded]) -> None: ...
     def abort(self) -> None: ...
-    def failure(self, error: Exception, request_id: str) -> HttpError: ...
+    def failure(self, error: BaseException, request_id: str) -> HttpError: ...
+
+
+class Upgraded(Protocol):
+    """What reads and writes a connection after an exchange was upgraded to another protocol."""
+
+    @property
+    def in_flight(self) -> int: ...  # requests without an answer
+    def on_data(self, data: bytes) -> None: ...
+    def on_read(self) -> None: ...  # the client has read enough, after it was too slow
+    def on_deadline(self) -> None: ...  # that of `Wire.set_deadline`
+    def on_drain(self) -> None: ...  # the server stops: end soon
+    def on_lost(self) -> None: ...  # the connection has ended; `is_gone` of its requests is theirs to set
+
+
+class Wire(Protocol):
+    """What such a protocol has of its connection: see `server.Connection`."""
+
+    memory: BodyMemory
+
+    @property
+    def is_draining(self) -> bool: ...
+    @property
+    def is_read(self) -> bool: ...  # the client is not too slow
+    async def until_read(self) -> None: ...  # wait for that
+    def write_raw(self, parts: Sequence[bytes]) -> None: ...
+    def set_deadline(self, seconds: float) -> None: ...  # from now on; one that passed is not repeated
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+    def leave(self) -> None: ...  # nothing more is written; end the connection so that all is read
+    def abort(self) -> None: ...
+    def next_request_id(self) -> str: ...
+    def done(self, exchange: Exchange) -> None: ...  # count and log a request of the protocol
+    def failure(self, error: BaseException, request_id: str) -> HttpError: ...
 
 
 # Handles an exchange whose body is complete: at once, or in a task.
@@ -91,6 +126,12 @@ class Exchange:
             self.code, self.on_gone = code, None
             self.connection.write_answer(self, headers, body)
 
+    def upgrade(self, headers: bytes, make: Callable[[Wire], Upgraded]) -> None:
+        """Answer that the connection now speaks another protocol, and hand it over to what `make` returns."""
+        if not (self.is_gone or self.code):
+            self.code, self.on_gone = 101, None
+            self.connection.upgrade(self, headers, make)
+
     def fail(self, error: HttpError) -> None:
         """Answer with an error. If a part of the answer was written, the connection ends instead."""
         if self.is_chunked:
@@ -117,6 +158,11 @@ class Exchange:
         """Write a part that is not empty; wait while the client reads too slowly."""
         if not self.is_gone:
             await self.connection.write_part(self, part)
+
+    def write_if_read(self, part: bytes) -> None:
+        """Write a part that is not empty, unless the client reads too slowly."""
+        if not self.is_gone:
+            self.connection.write_part_if_read(self, part)
 
     def end(self) -> None:
         """The last part was written."""

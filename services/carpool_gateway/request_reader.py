@@ -51,6 +51,9 @@ class Receiver(Connection, Protocol):
     def ask_for_body(self) -> None:
         """The client waits for a word before it sends the body."""
 
+    def on_rest(self, rest: bytes) -> None:
+        """What came together with a request that asked for another protocol, and after it."""
+
     def on_request(self, exchange: Exchange) -> None:
         """The request is complete. If `exchange.error` is set, that is the answer."""
 
@@ -79,8 +82,10 @@ class RequestReader:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self.phase = ENDED  # no other protocol is spoken here, so what follows means nothing
+        except httptools.HttpParserUpgrade as upgrade:
+            self.phase = ENDED  # if no other protocol is spoken, what follows means nothing
+            if rest := data[upgrade.args[0] :]:
+                self._receiver.on_rest(rest)
         except httptools.HttpParserCallbackError as error:
             raise error.__context__ or error from None
         except httptools.HttpParserError as error:

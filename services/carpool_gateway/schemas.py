@@ -89,6 +89,7 @@ class TensorConfig(msgspec.Struct):
     data_type: str
     format: str
     dims: list[int]
+    optional: bool = False
 
 
 class ModelConfig(msgspec.Struct):
@@ -156,6 +157,25 @@ class InferResponse(msgspec.Struct):
     model_version: str
     outputs: list[OutputTensor]
     id: str = ""
+
+
+class GenerateRequest(msgspec.Struct):
+    """Inputs and parameters of a model by their names, beside these: one of `text_input`, a text, and `body`,
+    any value, if the model declares no inputs."""
+
+    id: str = ""
+    text_input: str | None = None
+    body: Any = None
+    parameters: dict[str, Any] = {}
+
+
+class GenerateResponse(msgspec.Struct):
+    """Outputs of a model by their names, beside these: `text_output` if it declares none."""
+
+    model_name: str
+    model_version: str
+    id: str = ""
+    text_output: str | None = None
 
 
 class Duration(msgspec.Struct):

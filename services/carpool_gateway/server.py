@@ -9,6 +9,7 @@
 - Requests of one connection are handled one after the other, and each once the client has read enough of the
   answers before. Those that it sends ahead are parsed and wait; there are not many, because nothing more is
   read meanwhile. What of an answer the client has not read counts as a body that is held.
+- A request may be upgraded to another protocol, which is then given what comes, the deadlines and the drain.
 - A client that closes the connection has gone: `Exchange.on_gone` tells the handler. One that closes only
   its half of it, as `nc -N` does, is answered. TCP tells the two apart only once something is written, so an
   interim response is: a closed connection refuses it.
@@ -28,7 +29,7 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from email.utils import formatdate
 from math import inf
 from typing import Any, Final, Protocol, cast
@@ -37,7 +38,7 @@ import structlog
 
 from carpool.shown import trace_of
 from carpool_gateway.answers import RETRY_AFTER, STATUS_LINES, HttpError
-from carpool_gateway.exchange import Exchange
+from carpool_gateway.exchange import Exchange, Upgraded, Wire
 from carpool_gateway.limits import BodyMemory, Limits
 from carpool_gateway.request_reader import BODY, ENDED, HEAD, IDLE, RequestReader
 
@@ -132,7 +133,7 @@ class Server:
         if not self.connections and self._emptied is not None and not self._emptied.done():
             self._emptied.set_result(None)
 
-    def failure(self, error: Exception, request_id: str) -> HttpError:
+    def failure(self, error: BaseException, request_id: str) -> HttpError:
         """Log a mistake of the gateway's own, without its text, which may quote a body."""
         self.log.error("request failed", request=request_id, exception=trace_of(error))
         return HttpError(500, "the gateway failed; its log says more")
@@ -163,11 +164,15 @@ class Connection(asyncio.Protocol):
         self._writable: asyncio.Future[None] | None = None  # set while the client reads too slowly
         self._unread_bytes = 0  # of answers, then
         self._tasks: set[asyncio.Task[None]] = set()
+        self._upgraded: Upgraded | None = None
+        self._is_leaving = False  # the last answer was written
         self.deadline_s = inf
 
     @property
     def in_flight(self) -> int:
         """Requests whose headers are complete and that are not answered."""
+        if self._upgraded is not None:
+            return self._upgraded.in_flight
         return len(self._ahead) + (self._current is not None) + (self._reader.phase is BODY)
 
     @property
@@ -192,6 +197,9 @@ class Connection(asyncio.Protocol):
             self._end_with(HttpError(503, "too many connections: try again", headers=RETRY_AFTER))
 
     def data_received(self, data: bytes) -> None:
+        if self._upgraded is not None:
+            self.on_rest(data)
+            return
         try:
             self._reader.feed(data)
         except HttpError as error:
@@ -202,6 +210,8 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Returns whether asyncio is to keep the transport open: there are answers to write."""
+        if self._upgraded is not None:
+            return False
         if self._reader.phase is not ENDED:
             self._reader.phase = ENDED
             if self._reader.incoming is not None:
@@ -221,6 +231,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.deadline_s = inf
         self.server.forget(self)
+        if self._upgraded is not None:
+            self._lose_upgraded(self._upgraded)
         waiting = (self._current, *self._ahead, self._reader.stop())
         unanswered = [exchange for exchange in waiting if exchange is not None]
         self._current = None
@@ -246,7 +258,10 @@ class Connection(asyncio.Protocol):
         writable, self._writable = self._writable, None
         writable.set_result(None)
         self.memory.release(self._unread_bytes)
-        if self._current is not None:
+        if self._upgraded is not None and not self._is_leaving:
+            self.deadline_s = self._answer_deadline_s
+            self._upgraded.on_read()
+        elif self._current is not None:
             self.deadline_s = self._answer_deadline_s
         elif self._ahead:
             self._advance_soon()
@@ -254,6 +269,80 @@ class Connection(asyncio.Protocol):
             self.deadline_s = self.server.loop.time() + LINGER_S
         else:
             self._set_idle_deadline()
+
+    # --- another protocol ----------------------------------------------------------------------------------
+
+    def upgrade(self, exchange: Exchange, headers: bytes, make: Callable[[Wire], Upgraded]) -> None:
+        """Answer with 101, and hand the connection over. The exchange is done when the connection ends."""
+        exchange.is_last = False  # another header says what becomes of the connection
+        self._transport.write(self._head(exchange, headers, ends=False))
+        self._current = exchange
+        self._upgraded = make(self)
+
+    def on_rest(self, rest: bytes) -> None:
+        """Something has come that is not HTTP."""
+        if self._upgraded is None or self._is_leaving:
+            return
+        try:
+            self._upgraded.on_data(rest)
+        except Exception as error:
+            self.failure(error, "" if self._current is None else self._current.request_id)
+            self.abort()
+
+    def _lose_upgraded(self, upgraded: Upgraded) -> None:
+        exchange, self._current, self._is_leaving = self._current, None, True
+        self.resume_writing()
+        upgraded.on_lost()
+        if exchange is not None:
+            self.server.app.on_done(exchange)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the client has read enough."""
+        return self._writable is None
+
+    async def until_read(self) -> None:
+        """Wait until the client has read enough, or has gone."""
+        while self._writable is not None:
+            await asyncio.shield(self._writable)
+
+    def write_raw(self, parts: Sequence[bytes]) -> None:
+        """Write what another protocol says."""
+        if not (self._transport.is_closing() or self._is_leaving):
+            self._transport.writelines(parts)
+
+    def set_deadline(self, seconds: float) -> None:
+        """When to call `on_deadline`. While the client reads too slowly, its own deadline holds."""
+        self._answer_deadline_s = self.server.loop.time() + seconds
+        if self._writable is None:
+            self.deadline_s = self._answer_deadline_s
+
+    def pause_reading(self) -> None:
+        """Read nothing more from the client."""
+        if not (self._is_reading_paused or self._transport.is_closing()):
+            self._is_reading_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        if self._is_reading_paused and not self._transport.is_closing():
+            self._is_reading_paused = False
+            self._transport.resume_reading()
+
+    def leave(self) -> None:
+        """End the connection, so that the client can read what was written."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._end()
+
+    def next_request_id(self) -> str:
+        """An ID for a request of another protocol."""
+        return self.server.next_request_id()
+
+    def done(self, exchange: Exchange) -> None:
+        """Count and log such a request."""
+        exchange.drop_body()
+        self.server.app.on_done(exchange)
 
     # --- called by the reader of requests ------------------------------------------------------------------
 
@@ -308,7 +397,7 @@ class Connection(asyncio.Protocol):
         except Exception as error:
             exchange.fail_with(error)
 
-    def failure(self, error: Exception, request_id: str) -> HttpError:
+    def failure(self, error: BaseException, request_id: str) -> HttpError:
         """The answer to a request at which the gateway failed; see Server.failure."""
         return self.server.failure(error, request_id)
 
@@ -375,16 +464,29 @@ class Connection(asyncio.Protocol):
         """Write a part of such an answer, once the client has read enough."""
         while self._writable is not None:
             await asyncio.shield(self._writable)
-        if not exchange.is_gone:
+        self._write_part(exchange, part)
+
+    def write_part_if_read(self, exchange: Exchange, part: bytes) -> None:
+        """Write a part of such an answer, if the client has read enough."""
+        if self._writable is None:
+            self._write_part(exchange, part)
+
+    def _write_part(self, exchange: Exchange, part: bytes) -> None:
+        if exchange.is_gone:
+            return
+        if exchange.takes_parts:
             self._transport.writelines((b"%x\r\n" % len(part), part, b"\r\n"))
+        else:
+            self._transport.write(part)
 
     def write_end(self, exchange: Exchange) -> None:
         """End such an answer."""
-        self._transport.write(_LAST_PART)
+        if exchange.takes_parts:
+            self._transport.write(_LAST_PART)
         self._on_answered(exchange)
 
-    def _head(self, exchange: Exchange, headers: bytes) -> bytes:
-        if self.server.is_draining:
+    def _head(self, exchange: Exchange, headers: bytes, *, ends: bool = True) -> bytes:
+        if self.server.is_draining and ends:
             exchange.is_last = True
         ending = b"connection: close\r\n\r\n" if exchange.is_last else b"\r\n"
         request_id = exchange.request_id.encode("ascii")
@@ -422,7 +524,9 @@ class Connection(asyncio.Protocol):
 
     def on_drain(self, deadline_s: float) -> None:
         """The server drains: wait for no further request but one that may be on its way."""
-        if self._reader.phase is IDLE and self._is_free:
+        if self._upgraded is not None:
+            self._upgraded.on_drain()
+        elif self._reader.phase is IDLE and self._is_free:
             self.deadline_s = min(self.deadline_s, deadline_s)
 
     def on_deadline(self) -> None:
@@ -430,7 +534,12 @@ class Connection(asyncio.Protocol):
         if self._is_half_closed and self._current is not None and self._writable is None:
             if _is_closed(self._transport):
                 self.abort()
-        elif self._writable is not None or self._reader.phase is ENDED:
+        elif self._writable is not None or self._is_leaving:
+            self.abort()
+        elif self._upgraded is not None:
+            self.deadline_s = self._answer_deadline_s = inf
+            self._upgraded.on_deadline()
+        elif self._reader.phase is ENDED:
             self.abort()
         elif self._reader.phase is IDLE:
             self._transport.close()

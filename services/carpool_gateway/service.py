@@ -28,8 +28,10 @@ from carpool_gateway.routes import Router
 from carpool_gateway.server import Server
 from carpool_gateway.v1.handlers import OpenAIHandlers
 from carpool_gateway.v1.infer import OpenAIInference
+from carpool_gateway.v2.generate import Generating
 from carpool_gateway.v2.handlers import OpenInferenceHandlers
 from carpool_gateway.v2.infer import TensorInference
+from carpool_gateway.v2.streams import TensorStreams
 
 SILENCE_MAX_S: Final = 30.0  # of the event loop, which looks after itself twice a second
 _UPKEEP_S: Final = 0.5
@@ -50,7 +52,7 @@ class GatewayService:
                 "keys, listen on 127.0.0.1, or say that this is wanted with --anonymous"
             )
         try:
-            self._keys = KeyRing(settings.keys)
+            self._keys = KeyRing(settings.keys, settings.origins)
         except ValueError as error:
             raise ValueError(f"{settings.keys}: {error}") from None
         limits = Limits(
@@ -81,17 +83,19 @@ class GatewayService:
                 default_timeout_s=default_timeout_s,
             ),
         )
+        inference = TensorInference(
+            producer=self._producer, catalog=catalog, limits=limits, default_timeout_s=default_timeout_s
+        )
+        streams = TensorStreams(self._producer, catalog, limits, default_timeout_s, inference.compute)
         v2 = OpenInferenceHandlers(
             producer=self._producer,
             catalog=catalog,
-            inference=TensorInference(
-                producer=self._producer,
-                catalog=catalog,
-                limits=limits,
-                default_timeout_s=default_timeout_s,
-            ),
+            inference=inference,
+            generating=Generating(streams, limits),
+            streams=streams,
             limits=limits,
             server_name=settings.server_name,
+            origins=settings.origins,
         )
         gateway = Gateway(
             router=Router(routes_of(native, v1, v2, Probes(self, metrics))),

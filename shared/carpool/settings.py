@@ -470,6 +470,10 @@ class GatewaySettings(CommonSettings):
     )
     connections_max: int = Field(4096, ge=1, description="connections of clients")
     drain_s: Seconds = Field(30.0, ge=0, description="seconds after SIGTERM in which to answer requests")
+    origins: Listed = Field(
+        [],
+        description="web sites whose pages may open WebSockets, such as https://a.example; else its own",
+    )
     server_name: str = Field(
         "carpool", description="name of the server in /v2: some programs that use Triton insist on triton"
     )

@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 
+from carpool_gateway import events
 from carpool_gateway.answers import HttpError
+from carpool_gateway.events import Events
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import BodyMemory, Limits, inflate
 from carpool_gateway.server import LINGER_S, Server
+from carpool_gateway.websocket import WebSocket, accept
 from support.http import Answer, Connection, call, request
 from support.waiting import Stopwatch, wait_until
+from support.websocket import BINARY, PING, PONG, TEXT, Socket, frame, handshake
 
 LIMITS = Limits(
     head_bytes=4096,
@@ -39,7 +43,9 @@ LARGE_BYTES = 50_000_000
 class FakeApp:
     """Echoes bodies; under /wait the answer comes when the test gives it, and under /parts in parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.released = asyncio.Event()
         self.waiting: list[Exchange] = []
         self.gone: list[str] = []
         self.done: list[tuple[str, int, bool]] = []
@@ -54,6 +60,8 @@ class FakeApp:
             "/parts": self.parts,
             "/large": self.large,
             "/fail": self.fail,
+            "/socket": self.socket,
+            "/events": self.events,
         }
         exchange.handler = handlers.get(exchange.path, self.echo)
 
@@ -70,17 +78,49 @@ class FakeApp:
     def large(self, exchange: Exchange) -> None:
         exchange.respond(200, b"content-type: text/plain\r\n", bytes(LARGE_BYTES))
 
+    def socket(self, exchange: Exchange) -> None:
+        headers = accept(exchange, ())
+        exchange.upgrade(headers, lambda wire: WebSocket(wire, self.limits, Echo))
+
+    async def events(self, exchange: Exchange) -> None:
+        with Events(exchange, b"text/event-stream") as events:
+            await events.write(b"data: 1\n\n")
+            exchange.handler = None
+            await self.released.wait()
+            events.end()
+
     async def parts(self, exchange: Exchange) -> None:
         exchange.begin(200, b"content-type: text/plain\r\n")
         while not exchange.is_gone:
             await exchange.write(b"x" * 65536)
 
 
+class Echo:
+    """Sends each message back; `flood` many times."""
+
+    in_flight = 0
+
+    def __init__(self, socket: WebSocket) -> None:
+        self._socket = socket
+
+    def on_message(self, message: bytes, *, is_text: bool) -> None:
+        if message == b'"fail"':
+            raise RuntimeError("a mistake of ours")
+        for _ in range(1000 if message == b'"flood"' else 1):
+            self._socket.send(message + bytes(LARGE_BYTES // 1000) * (message == b'"flood"'), is_text=is_text)
+
+    def on_drain(self) -> None:
+        self._socket.close(1001, "the server stops")
+
+    def on_lost(self) -> None:
+        pass
+
+
 class Running:
     """A server in a thread with an event loop."""
 
     def __init__(self, limits: Limits) -> None:
-        self.app = FakeApp()
+        self.app = FakeApp(limits)
         self.loop = asyncio.new_event_loop()
         self.server = Server(self.app, limits, "test")
         self.thread = threading.Thread(target=self.loop.run_forever)
@@ -500,6 +540,73 @@ def test_draining_resets_no_connection(capsys: pytest.CaptureFixture[str]) -> No
     if failed and "connections that are opened now may be reset" in capsys.readouterr().out:
         pytest.skip("Linux refuses a filter of sockets here")
     assert not failed
+
+
+# --- another protocol, and events --------------------------------------------------------------------------
+
+
+def test_a_websocket_has_pings_and_one_that_does_not_answer_is_lost() -> None:
+    with running(LIMITS._replace(ping_s=0.3)) as server:
+        with Socket(server.url, "/socket") as socket:
+            for _ in range(2):
+                assert socket.frame() == (PING, b"")
+                socket.raw(frame(PONG, b""))
+            socket.send([1])
+            assert socket.json() == [1]
+            assert socket.frame() == (PING, b"")
+            assert socket.rest() == b"", "without an answer the connection is cut off"
+        wait_until(lambda: ("/socket", 101, False) in server.app.done, description="it is counted")
+
+
+def test_a_websocket_that_is_sent_with_its_request(shared: Running) -> None:
+    with Connection(shared.url) as connection:
+        connection.send(handshake("/socket") + frame(TEXT, b"[7]"))
+        assert connection.answer(has_body=False).code == 101
+        assert connection.until(b"[7]")
+
+
+def test_parts_of_messages_are_held_within_the_memory_of_all() -> None:
+    with running(LIMITS._replace(body_s=30, ping_s=30)) as server:
+        first, second = Socket(server.url, "/socket"), Socket(server.url, "/socket")
+        with first, second:
+            message = frame(BINARY, bytes(90_000))
+            first.raw(message[:-1])
+            wait_until(lambda: server.server.memory.held_bytes > 80_000, description="it is held")
+            second.raw(message[:-1])
+            code, reason = second.closed()
+            assert (code, "try again" in reason) == (1013, True)
+            first.raw(message[-1:])
+            assert first.message() == (BINARY, bytes(90_000))
+        wait_until(lambda: server.server.memory.held_bytes == 0, description="nothing is held")
+
+
+def test_a_websocket_that_is_not_read_is_not_read_either_and_cut_off() -> None:
+    with running(LIMITS._replace(ping_s=30)) as server, Socket(server.url, "/socket") as socket:
+        socket.send("flood")
+        wait_until(lambda: server.server.memory.held_bytes > 0, description="it does not read")
+        (connection,) = server.server.connections
+        wait_until(lambda: connection._is_reading_paused, description="it is not read")
+        wait_until(lambda: not server.server.connections, description="it is cut off")
+        assert server.server.memory.held_bytes == 0
+
+
+def test_a_mistake_in_a_conversation_ends_its_connection_alone(shared: Running) -> None:
+    with Socket(shared.url, "/socket") as socket, Socket(shared.url, "/socket") as other:
+        socket.send("fail")
+        assert socket.rest() == b""
+        other.send(7)
+        assert other.json() == 7
+
+
+def test_a_comment_is_written_when_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "COMMENT_INTERVAL_S", 0.1)
+    with running() as server, Connection(server.url) as connection:
+        connection.send(request("GET", "/events"))
+        assert connection.answer(has_body=False).code == 200
+        assert [connection.part() for _ in range(3)] == [b"data: 1\n\n", b":\n\n", b":\n\n"]
+        server.loop.call_soon_threadsafe(server.app.released.set)
+        parts = list(iter(connection.part, b""))
+        assert set(parts) <= {b":\n\n"}
 
 
 # --- compressed bodies -------------------------------------------------------------------------------------

@@ -16,8 +16,10 @@ import pytest
 
 from carpool.lifecycle import command_that_dies_with_parent
 from support.http import Connection, call, request
+from support.models.stepping import text_of
 from support.stack import Service, Stack
 from support.waiting import wait_until
+from support.websocket import Socket, handshake
 
 CONFIGURATION: Final = Path(__file__).parents[2] / "ops/nginx/carpool.conf"
 ECHO: Final = "/carpool/v1/models/Echo/infer"
@@ -101,6 +103,19 @@ def test_requests_pass_unchanged(nginx: str) -> None:
     assert call(nginx, "GET", "/metrics").code == 404
 
 
+def test_websockets_pass_and_pages_of_this_site_may_open_them(nginx: str) -> None:
+    site = nginx.removeprefix("http://")
+    with Socket(nginx, "/carpool/v1/models/Chain/stream", Host=site, Origin=nginx) as socket:
+        socket.send({"id": "1", "body": {"length": 3, "step_s": 0.02}})
+        *chunks, end = socket.until_end()
+        assert "".join(one["chunk"] for one in chunks) == text_of(end["end"]["correlation_id"], 3)
+    with Connection(nginx) as connection:
+        connection.send(
+            handshake("/carpool/v1/models/Chain/stream", Host=site, Origin="https://else.example")
+        )
+        assert connection.answer(has_body=False).code == 403
+
+
 def test_events_are_not_held_back(nginx: str) -> None:
     body = json.dumps({"length": 3, "step_s": 0.05}).encode()
     with Connection(nginx) as connection:
@@ -125,14 +140,21 @@ class Load:
             thread.start()
 
     def _run(self, client: int) -> None:
+        while not self._stopping.is_set():
+            self._use_connection(client)
+
+    def _use_connection(self, client: int) -> None:
+        """Send requests on one connection; nginx ends it after a thousand."""
+        is_last = False
         with Connection(self._nginx) as connection:
-            while not self._stopping.is_set():
+            while not (is_last or self._stopping.is_set()):
                 name = f"{client}-{self._answers[client]}"
                 headers = {"Idempotency_Key": name} if self._has_keys else {}
                 answer = connection.request("POST", ECHO, json.dumps(name).encode(), **headers)
                 if (answer.code, answer.body.decode()) != (200, json.dumps(name)):
                     self.wrong.append(f"{name}: {answer.code} {answer.body!r:.200}")
                 self._answers[client] += 1
+                is_last = answer.headers.get("connection") == "close"
 
     def wait_for_more(self, number: int) -> None:
         """Wait until each client has this number of further answers, or one is wrong."""

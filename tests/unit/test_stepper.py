@@ -15,6 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from carpool.errors import NotFoundError
+from carpool.plugins import UnusableError
 from carpool.wire.tensors import TensorSpec
 from carpool_worker.model_process.frames import RequestFields, pack_values, too_large, unpack_values
 from carpool_worker.model_process.model import SteppingModel, load_model
@@ -278,23 +279,44 @@ def test_sum_of_costs_in_slots_is_limited(changes_cost: bool) -> None:
 def test_body_of_tensors_is_an_array_or_several_by_name() -> None:
     seen: list[Any] = []
 
-    class Tensors(Counter):
-        inputs = (TensorSpec("x", "FP32", (2,)), TensorSpec("name", "BYTES", (1,)))
+    class Alone(Counter):
+        inputs: Sequence[TensorSpec] = (TensorSpec("x", "FP32", (2,)),)
 
         def begin(self, requests: Requests) -> None:
             seen.extend(request.body for request in requests)
 
-    loaded = load_model(Tensors, "cpu")
-    assert isinstance(loaded, SteppingModel)
-    stepper = Stepper(loaded)
+    class Several(Alone):
+        inputs = (TensorSpec("x", "FP32", (2,)), TensorSpec("name", "BYTES", (1,), optional=True))
+
     data = np.array([1, 2], "<f4").tobytes()
-    info: RequestFields = ("id", "", {})
-    stepper.admit(Admit(0, [("x", "FP32", (2,))], info, 1, True), data)
-    parts = [("x", "FP32", (2,)), ("name", "BYTES", (1,))]
-    stepper.admit(Admit(1, parts, info, 1, True), data + pack_values(["a"]))
-    stepper.advance()
+    x, name = ("x", "FP32", (2,)), ("name", "BYTES", (1,))
+    for model, layouts, payload in (
+        (Alone, [x], data),
+        (Several, [x, name], data + pack_values(["a"])),
+        (Several, [x], data),
+    ):
+        loaded = load_model(model, "cpu")
+        assert isinstance(loaded, SteppingModel)
+        stepper = Stepper(loaded)
+        info: RequestFields = ("id", "", {})
+        stepper.admit(Admit(0, layouts, info, 1, True), payload)
+        stepper.advance()
     assert seen[0].tolist() == [1, 2]
-    assert {name: array.tolist() for name, array in seen[1].items()} == {"x": [1, 2], "name": ["a"]}
+    found = [{name: array.tolist() for name, array in body.items()} for body in seen[1:]]
+    assert found == [{"x": [1, 2], "name": ["a"]}, {"x": [1, 2]}], "what is optional may be missing"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "why"),
+    [
+        ([TensorSpec("x", "FP32", (1,), optional=True)], [], "all inputs are optional"),
+        ([], [TensorSpec("y", "FP32", (1,), optional=True)], "'y' is optional"),
+    ],
+)
+def test_what_cannot_be_optional_is_refused(inputs: Any, outputs: Any, why: str) -> None:
+    declaring = type("Declaring", (Counter,), {"inputs": inputs, "outputs": outputs})
+    with pytest.raises(UnusableError, match=why):
+        load_model(declaring, "cpu")
 
 
 # --- continuing --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ PLATFORM: Final = "carpool"
 EXTENSIONS: Final = (  # those that the gateway serves, and no others
     "binary_tensor_data",
     "classification",
+    "generate",
     "model_configuration",
     "model_repository",
     "parameters",
@@ -121,9 +122,10 @@ def model_config(model: OfferedModel) -> bytes:
 
 def _tensor_config(spec: TensorSpec) -> dict[str, Any]:
     datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
-    return {
+    config = {
         "name": spec.name, "data_type": f"TYPE_{datatype}", "format": _format(spec), "dims": spec.shape,
     }  # fmt: skip
+    return {**config, "optional": True} if spec.optional else config
 
 
 def _format(spec: TensorSpec) -> str:

@@ -94,10 +94,22 @@ def decode_request(body: bytes, header_length: bytes | None = None) -> InferRequ
     outputs = None
     if written.outputs:
         outputs = tuple([_output(output, binary_output) for output in written.outputs])
+    return request_of(written.id or "", inputs, parameters, outputs, binary_output=binary_output)
+
+
+def request_of(
+    request_id: str,
+    inputs: tuple[InputTensor, ...],
+    parameters: Mapping[str, Scalar],
+    outputs: tuple[RequestedOutput, ...] | None = None,
+    *,
+    binary_output: bool = False,
+) -> InferRequest:
+    """A request with these parameters, some of which the protocol defines. Raises ProtocolError."""
     if not parameters:
-        return InferRequest(written.id or "", inputs, outputs, binary_output)
+        return InferRequest(request_id, inputs, outputs, binary_output)
     return InferRequest(
-        written.id or "",
+        request_id,
         inputs,
         outputs,
         binary_output,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any, Final, TypeVar
@@ -20,7 +20,11 @@ from carpool_gateway.limits import Limits
 from carpool_gateway.oip import documents
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.options import options_of
+from carpool_gateway.v2.generate import Generating
 from carpool_gateway.v2.infer import Asked, TensorInference, check_version
+from carpool_gateway.v2.sockets import OutputRequests, Requests
+from carpool_gateway.v2.streams import TensorStreams
+from carpool_gateway.websocket import WebSocket, accept
 
 _MODELS_READ: Final = 16  # at a time: other clients need connections to Redis, too
 _Read = TypeVar("_Read")
@@ -35,22 +39,58 @@ class OpenInferenceHandlers:
         producer: Producer,
         catalog: Catalog,
         inference: TensorInference,
+        generating: Generating,
+        streams: TensorStreams,
         limits: Limits,
         server_name: str,
+        origins: Sequence[str] = (),
     ) -> None:
         self._producer = producer
         self._catalog = catalog
         self._inference = inference
+        self._generating = generating
+        self._streams = streams
+        self._origins = origins
         self._limits = limits
         self._metadata = documents.server_metadata(server_name, metadata.version("carpool"))
 
     def handler_for_infer(self, exchange: Exchange, key: Key) -> Handler:
         """Of a request of tensors."""
-        check_encoding(exchange)
-        # Some clients send headers of their own names; these have the meaning that they have everywhere.
-        options = options_of(exchange.headers, reads_accept=False)
-        key.set_tenant(options)
-        return partial(self._inference.infer, Asked(key, options))
+        return partial(self._inference.infer, _asked(exchange, key))
+
+    def handler_for_generate(self, exchange: Exchange, key: Key) -> Handler:
+        """Of a request in plain JSON, with one response."""
+        return partial(self._generating.generate, _asked(exchange, key))
+
+    def handler_for_generate_stream(self, exchange: Exchange, key: Key) -> Handler:
+        """Of a request in plain JSON, with any number of responses."""
+        return partial(self._generating.generate_stream, _asked(exchange, key))
+
+    def handler_for_stream(self, exchange: Exchange, key: Key) -> Handler:
+        """Of a WebSocket for requests to a model."""
+        return self._socket_handler(exchange, key, Requests)
+
+    def handler_for_outputs(self, exchange: Exchange, key: Key) -> Handler:
+        """Of a WebSocket as AMD's inference server has it."""
+        return self._socket_handler(exchange, key, OutputRequests)
+
+    def _socket_handler(
+        self, exchange: Exchange, key: Key, kind: type[Requests] | type[OutputRequests]
+    ) -> Handler:
+        headers, asked = accept(exchange, self._origins), _asked(exchange, key)
+        streams, limits = self._streams, self._limits
+
+        def upgrade(exchange: Exchange) -> None:
+            if exchange.connection.is_draining:
+                raise HttpError(503, "the gateway stops: connect to another one", headers=RETRY_AFTER)
+            exchange.upgrade(
+                headers,
+                lambda wire: WebSocket(
+                    wire, limits, lambda socket: kind(socket, exchange, asked, streams, limits)
+                ),
+            )
+
+        return upgrade
 
     # --- documents -----------------------------------------------------------------------------------------
 
@@ -123,3 +163,12 @@ class OpenInferenceHandlers:
             return name, await self._catalog.statistics(name)
         except (NotFoundError, InternalError):  # it was removed meanwhile, or what it declares cannot be read
             return None
+
+
+def _asked(exchange: Exchange, key: Key) -> Asked:
+    """Who asks for tensors, and for what in headers. Raises HttpError and CarpoolErrors."""
+    check_encoding(exchange)
+    # Some clients send headers of their own names; these have the meaning that they have everywhere.
+    options = options_of(exchange.headers, reads_accept=False)
+    key.set_tenant(options)
+    return Asked(key, options)

@@ -37,7 +37,7 @@ from carpool_gateway.oip.responses import RowResult
 
 _LENGTH: Final = HEADER_LENGTH.lower().encode()
 _BINARY_HEADERS: Final = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
-_LARGE_JSON_BYTES: Final = 64 * 1024  # decoding takes 0.4 ms
+LARGE_JSON_BYTES: Final = 64 * 1024  # decoding takes 0.4 ms
 _LARGE_TEXTS_BYTES: Final = 256 * 1024  # of BYTES in binary data: with 4 bytes each, decoding takes 9 ms
 _LARGE_COMPRESSED_BYTES: Final = 16 * 1024  # takes 0.2 ms
 _T = TypeVar("_T")
@@ -122,7 +122,14 @@ class TensorInference:
     ) -> None:
         count = len(bodies)
         asked.key.count(count or 1, now_s())
-        timeout_s, fields = self._options(asked.options, prepared.request, prepared.plan)
+        timeout_s, fields = row_options(
+            asked.options,
+            prepared.request,
+            prepared.plan.accept,
+            prepared.plan.fields,
+            self._limits,
+            self._default_timeout_s,
+        )
         rows = _Rows(exchange, prepared, count, self)
         try:
             self._add(channel, prepared.plan.content_type, bodies, fields, timeout_s, rows)
@@ -163,30 +170,39 @@ class TensorInference:
             encoded = Encoded(content_type, head, part)
             rows.names += packer.add_rows(channel, encoded, fields, timeout_s, self._sink, targets)
 
-    def _options(self, options: RequestOptions, request: InferRequest, planned: Plan) -> tuple[float, Any]:
-        """The timeout and the fields of each row: parameters of the request, then headers."""
-        asked: dict[str, Any] = dict(options)
-        if request.timeout_us is not None:
-            asked["timeout"] = request.timeout_us / 1e6
-        if request.priority is not None:
-            asked["priority"] = request.priority
-        if request.sequence_id:
-            asked["sequence_id"] = request.sequence_id
-            asked["sequence_start"], asked["sequence_end"] = request.sequence_start, request.sequence_end
-        if planned.accept:
-            asked["accept"] = planned.accept
-        if planned.fields:
-            asked["fields"] = {**asked.get("fields", {}), **planned.fields}
-        if "correlation_id" in asked:
-            raise InvalidArgumentError("Carpool-Correlation-Id: each row is a request, with an ID of its own")
-        timeout_s, fields = read_options(asked, self._default_timeout_s)  # type: ignore[arg-type]
-        if timeout_s is None or timeout_s > self._limits.timeout_s:
-            raise ProtocolError(f"timeout: at most {self._limits.timeout_s * 1e6:.0f} microseconds")
-        return timeout_s, fields
-
     def withdraw(self, name: str, target: Any) -> None:
         """Withdraw a row."""
         self._producer.packer.withdraw(name, target)
+
+
+def row_options(
+    options: RequestOptions,
+    request: InferRequest,
+    accept: str,
+    fields_of_model: Mapping[str, Any],
+    limits: Limits,
+    default_timeout_s: float,
+) -> tuple[float, Any]:
+    """The timeout and the fields of each row: parameters of the request, then headers. `accept`: the content
+    type that is wanted of results. Raises InvalidArgumentError."""
+    asked: dict[str, Any] = dict(options)
+    if request.timeout_us is not None:
+        asked["timeout"] = request.timeout_us / 1e6
+    if request.priority is not None:
+        asked["priority"] = request.priority
+    if request.sequence_id:
+        asked["sequence_id"] = request.sequence_id
+        asked["sequence_start"], asked["sequence_end"] = request.sequence_start, request.sequence_end
+    if accept:
+        asked["accept"] = accept
+    if fields_of_model:
+        asked["fields"] = {**asked.get("fields", {}), **fields_of_model}
+    if "correlation_id" in asked:
+        raise InvalidArgumentError("Carpool-Correlation-Id: each row is a request, with an ID of its own")
+    timeout_s, fields = read_options(asked, default_timeout_s)  # type: ignore[arg-type]
+    if timeout_s is None or timeout_s > limits.timeout_s:
+        raise ProtocolError(f"timeout: at most {limits.timeout_s * 1e6:.0f} microseconds")
+    return timeout_s, fields
 
 
 def check_version(exchange: Exchange, model: OfferedModel) -> None:
@@ -199,11 +215,11 @@ def check_version(exchange: Exchange, model: OfferedModel) -> None:
 def _is_large(body: bytes, length: bytes | None) -> bool:
     """Whether a body takes long to read: because of much JSON, or many elements of BYTES."""
     json_bytes = len(body)
-    if json_bytes <= _LARGE_JSON_BYTES:
+    if json_bytes <= LARGE_JSON_BYTES:
         return False
     if length is not None and length.isdigit() and len(length) < len(b"1000000000"):
         json_bytes = min(int(length), json_bytes)
-    if json_bytes > _LARGE_JSON_BYTES:
+    if json_bytes > LARGE_JSON_BYTES:
         return True
     binary_bytes = len(body) - json_bytes
     return binary_bytes > _LARGE_TEXTS_BYTES and b"BYTES" in body[:json_bytes]
@@ -334,7 +350,7 @@ def _is_long(planned: Plan, results: Sequence[RowResult], coding: str) -> bool:
         return size > _LARGE_TEXTS_BYTES and any(
             output.spec.datatype == "BYTES" for output in planned.outputs
         )
-    return size > _LARGE_JSON_BYTES
+    return size > LARGE_JSON_BYTES
 
 
 def _response_of(prepared: Prepared, results: Sequence[RowResult], coding: str) -> tuple[bytes, bytes]:
