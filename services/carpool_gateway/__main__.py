@@ -20,6 +20,7 @@ from carpool.shown import complain
 
 try:
     import httptools as _httptools  # noqa: F401
+    import websockets as _websockets  # noqa: F401
 except ModuleNotFoundError:
     complain("carpool gateway: a package is missing; install Carpool with it: pip install 'PATH[gateway]'")
     raise SystemExit(2) from None

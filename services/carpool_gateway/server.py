@@ -520,7 +520,10 @@ class Connection(asyncio.Protocol):
         if self._is_reading_paused:
             self._is_reading_paused = False
             self._transport.resume_reading()  # to see that the client closes
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has closed all meanwhile, and asyncio has not told yet
+            self.abort()
 
     def on_drain(self, deadline_s: float) -> None:
         """The server drains: wait for no further request but one that may be on its way."""

@@ -77,12 +77,12 @@ class WebSocket:
 
     @property
     def is_open(self) -> bool:
-        """Whether messages can be sent."""
-        return not self._is_closing
+        """Whether messages can be sent. Not if a malformed frame is behind the message that is read."""
+        return not self._is_closing and self._frames.state is State.OPEN
 
     def send(self, message: bytes, *, is_text: bool = True) -> None:
         """Send a message. Does nothing once the connection is being closed."""
-        if self._is_closing:
+        if not self.is_open:
             return
         if is_text:
             self._frames.send_text(message)
@@ -103,7 +103,7 @@ class WebSocket:
 
     def close(self, code: int, reason: str) -> None:
         """Close the connection. `reason`: for people; what is too long is cut."""
-        if self._is_closing:
+        if not self.is_open:
             return
         self._is_closing = True
         cut = reason.encode()[:_REASON_BYTES_MAX].decode("utf-8", "ignore")

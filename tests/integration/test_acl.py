@@ -35,6 +35,7 @@ from support.configured import NO_PERSISTENCE, ConfiguredRedis, major
 from support.http import call
 from support.models.bound import digest
 from support.models.stateful import folded
+from support.redis_client import redis_at
 from support.stack import RESULT_S, Stack, envelope
 from support.status import get
 from support.waiting import wait_until
@@ -650,7 +651,7 @@ def test_admin_operates_redis_and_rotates_passwords(no_denials: Secured, admin: 
 
 
 def signs_in(url: str) -> bool:
-    with Redis.from_url(url, protocol=2, driver_info=None) as client:
+    with redis_at(url, protocol=2, driver_info=None) as client:
         try:
             return bool(client.ping())
         except AuthenticationError:
@@ -901,7 +902,7 @@ def test_effects_of_scripts_survive_a_restart(server: Path, tmp_path: Path) -> N
 
     def signed_in(redis: ConfiguredRedis, role: str) -> Any:
         password = (secrets / role / "password").read_text()
-        return Redis.from_url(f"redis://{role}:{password}@127.0.0.1:{redis.port}/0", protocol=2)
+        return redis_at(f"redis://{role}:{password}@127.0.0.1:{redis.port}/0", protocol=2)
 
     with ConfiguredRedis(tmp_path / "redis", *options, binary=server) as redis:
         entry = signed_in(redis, "producer").xadd(keys.requests, {"body": "7"})

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Final, Self
 
 import pytest
-import redis
-from redis import Redis
 
 from carpool.client import Client
 from carpool.keys import Keys
@@ -34,6 +32,7 @@ from support.child_forking import STARTER
 from support.command import Done, carpool, clean_environment, running
 from support.forking import ForkedProcess, ForkServer
 from support.http import call
+from support.redis_client import redis_at
 from support.stack import process_name
 from support.waiting import wait_until
 
@@ -486,7 +485,7 @@ def test_up_serves_a_file_of_models_with_what_the_command_line_replaces(tmp_path
         for model, source in (("a", "model"), ("b", "--set")):
             row = carpool(started.url, "config", model, "max_batch_size").stdout.splitlines()[1]
             assert row.split()[2] == source
-        with redis.Redis.from_url(started.url) as client:
+        with redis_at(started.url) as client:
             (worker,) = client.zrange("carpool:{b}:workers", 0, -1)
         os.kill(int(worker.decode().rsplit("-", 2)[1]), signal.SIGKILL)  # HOST-PID-NUMBER/REPLICA
         started.wait_for("model served again")
@@ -562,7 +561,7 @@ def test_up_refuses_a_model_that_declares_a_policy_which_the_batcher_does_not_ha
 
 def test_up_warns_of_an_override_that_the_batcher_rejects(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(POLICIES)
-    with EmbeddedRedis() as server, Redis.from_url(server.url) as redis:
+    with EmbeddedRedis() as server, redis_at(server.url) as redis:
         redis.hset(Keys("Declaring").overrides, "policy", "theirs.py:Pairs")
         with up(tmp_path, "mine.py:Declaring", more={"CARPOOL_REDIS_URL": server.url}) as started:
             assert (

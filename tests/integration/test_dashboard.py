@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import msgpack
 import pytest
-from redis import Redis
 
 from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
@@ -32,6 +31,7 @@ from carpool_gateway.server import Server
 from carpool_worker.meter import WorkerMetrics
 from support.http import call
 from support.models.stepping import SLOTS
+from support.redis_client import redis_at
 from support.stack import Service, Stack, wait_for
 from support.waiting import wait_until
 
@@ -350,7 +350,7 @@ class MixedLoad:
     def __init__(self, stack: Stack, gateway: Service) -> None:
         self._keys = Keys(MODEL)
         self._gateway_url = gateway.url
-        self._redis: Any = Redis.from_url(stack.url, protocol=2)
+        self._redis = redis_at(stack.url, protocol=2)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mixed")
         self.sent: list[tuple[float, int]] = []  # time, and number of requests sent by then

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from redis import Redis
 
 from carpool import AsyncClient, Client
 from carpool.errors import InvalidArgumentError
@@ -23,6 +22,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from conftest import SERVERS
 from support.command import carpool
 from support.proxy import Proxy
+from support.redis_client import redis_at
 from support.stack import Stack
 from support.waiting import Stopwatch, wait_until
 
@@ -135,7 +135,7 @@ async def test_request_that_is_sent_again_has_what_is_left(server: Path) -> None
     """Given a server that was replaced by another one, which lacks the request, expect it there with the rest
     of its delay and of its timeout: otherwise it could be delayed until after its producer gave up."""
     with EmbeddedRedis(binary=server) as before, EmbeddedRedis(binary=server) as after:
-        redis: list[Any] = [Redis.from_url(one.url, protocol=2) for one in (before, after)]
+        redis: list[Any] = [redis_at(one.url, protocol=2) for one in (before, after)]
         for one in (before, after):
             link = Link(one.url, name="test")
             WorkerStore(link, KEYS).register(ModelSettings().as_text())

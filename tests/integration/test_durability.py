@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from redis import Redis
 
 from carpool import AsyncClient, Client, UnknownOutcomeError
 from carpool.client import durability
@@ -27,6 +26,7 @@ from carpool.store.connection import Link
 from carpool.store.kept import KEEP
 from carpool.store.worker import WorkerStore
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.redis_client import redis_at
 from support.waiting import Stopwatch, ample_ms, wait_until
 
 MODEL: Final = "unserved"
@@ -40,7 +40,7 @@ class Server:
     def __init__(self, binary: Path) -> None:
         self.embedded = EmbeddedRedis(binary=binary)
         self.url = self.embedded.url
-        self.redis: Any = Redis.from_url(self.url, protocol=2)
+        self.redis = redis_at(self.url, protocol=2)
         self.pid: int = self.redis.info("server")["process_id"]
 
     def register(self) -> None:

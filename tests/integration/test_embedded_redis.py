@@ -19,6 +19,7 @@ from carpool.store.connection import CommandError, Link
 from carpool.store.server_version import ServerVersion, of_hello, of_info
 from carpool_cli.local import embedded
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, find_servers
+from support.redis_client import redis_at
 from support.waiting import wait_until
 
 PARENT = """
@@ -54,7 +55,8 @@ def answers(port: int) -> bool:
 
 
 def client_of(server: EmbeddedRedis) -> Redis:
-    return Redis.from_url(server.url, decode_responses=True)
+    client: Redis = redis_at(server.url, decode_responses=True)
+    return client
 
 
 # --- starting and stopping
@@ -309,12 +311,12 @@ def test_server_also_listens_on_a_socket_that_only_its_user_may_use(
     redis: EmbeddedRedis, temporary_directory: Path
 ) -> None:
     assert redis.unix_url is not None
-    with Redis.from_url(redis.unix_url) as client:
+    with redis_at(redis.unix_url) as client:
         assert client.info("server")["process_id"] == redis.pid
     (socket_file,) = temporary_directory.glob("redis-*/redis.sock")
     assert socket_file.stat().st_mode & 0o077 == socket_file.parent.stat().st_mode & 0o077 == 0
     redis.restart()
-    with Redis.from_url(redis.unix_url) as client:
+    with redis_at(redis.unix_url) as client:
         assert client.ping()
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
-from redis import Redis
 
 from carpool.keys import Keys
 from carpool.model_settings import ModelKind, ModelSettings
@@ -17,6 +16,7 @@ from carpool.wire.registration import encode_registration
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
 from support.command import Done, carpool
+from support.redis_client import redis_at
 
 MODEL: Final = "old-1.0"  # the dot is no wildcard
 KEYS: Final = Keys(MODEL)
@@ -30,7 +30,7 @@ def embedded() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def redis(embedded: EmbeddedRedis) -> Iterator[Any]:
-    client = Redis.from_url(embedded.url, protocol=2)
+    client = redis_at(embedded.url, protocol=2)
     client.flushall()
     yield client
     client.close()

@@ -565,6 +565,17 @@ def test_a_websocket_that_is_sent_with_its_request(shared: Running) -> None:
         assert connection.until(b"[7]")
 
 
+def test_a_message_before_a_malformed_frame_does_no_harm(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[Any] = []
+    monkeypatch.setattr(shared.server, "failure", lambda *failure: failures.append(failure))
+    with Socket(shared.url, "/socket") as socket:
+        socket.raw(frame(TEXT, b"[7]") + frame(TEXT, b"[8]", mask=None))
+        assert socket.closed()[0] == 1002
+    assert not failures
+
+
 def test_parts_of_messages_are_held_within_the_memory_of_all() -> None:
     with running(LIMITS._replace(body_s=30, ping_s=30)) as server:
         first, second = Socket(server.url, "/socket"), Socket(server.url, "/socket")

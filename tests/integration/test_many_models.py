@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import pytest
-from redis import Redis
 
 from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.model_settings import ModelSettings
@@ -17,6 +16,7 @@ from carpool_batcher import service as service_module
 from carpool_batcher import session as session_module
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
+from support.redis_client import redis_at
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -34,7 +34,7 @@ class Bench(BatcherLoop):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.redis: Any = Redis.from_url(url, protocol=2)
+        self.redis = redis_at(url, protocol=2)
         self.redis.flushall()
 
     def register(self, *models: str) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
-from redis import Redis
 
 from carpool import AsyncClient
 from carpool.keys import Keys
@@ -18,6 +17,7 @@ from conftest import SERVERS, name_of
 from support.checker import Checker
 from support.load import collect, decoded, entries
 from support.models.hashing import Hashing
+from support.redis_client import redis_at
 from support.stack import Stack, envelope
 from support.waiting import wait_until
 
@@ -61,7 +61,7 @@ def produce_with_redis_only(url: str, checker: Checker, name: str) -> None:
     """A producer in any language: XADD, then BLPOP or its reply stream, ENTRIES_PER_TURN at a time."""
     keys = Keys(MODEL)
     sent = 0
-    redis: Any = Redis.from_url(url, protocol=2)
+    redis = redis_at(url, protocol=2)
     with redis:
         source = entries(name)
         while sent < REQUESTS:

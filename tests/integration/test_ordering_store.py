@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from redis import Redis
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, INTERNAL
 from carpool.keys import Keys
@@ -35,6 +34,7 @@ from carpool.wire.results import decode_columns
 from carpool_batcher.entries import EntryTable
 from carpool_batcher.ordering import issue_tickets
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.redis_client import redis_at
 
 TTL_MS: Final = 60_000
 REPLIES: Final = (None, "near", "far")  # a list of its own, or one of two reply streams
@@ -61,7 +61,7 @@ class OrderedResults(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.redis: Any = Redis.from_url(self.url, protocol=2)
+        self.redis = redis_at(self.url, protocol=2)
         self.redis.flushall()
         self.keys = Keys("m")
         self.batcher = BatcherStore(Link(self.url, name="batcher"), self.keys)
@@ -488,7 +488,7 @@ class Stores(NamedTuple):
 @pytest.fixture
 def stores(server: Path) -> Iterator[Stores]:
     with EmbeddedRedis(binary=server, append_only=False) as embedded:
-        redis: Any = Redis.from_url(embedded.url, protocol=2)
+        redis = redis_at(embedded.url, protocol=2)
         keys = Keys("m")
         links = [Link(embedded.url, name=name) for name in ("batcher", "worker")]
         worker = WorkerStore(links[1], keys)

@@ -23,6 +23,7 @@ from carpool.keys import Keys
 from carpool.store.connection import Link, LinkError
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import EchoService, read_entry
+from support.redis_client import redis_at
 from support.transport import transport_of
 from support.waiting import wait_until
 
@@ -47,7 +48,7 @@ class Server:
     def __init__(self, binary: Path) -> None:
         self.embedded = EmbeddedRedis(append_only=False, binary=binary)
         self.url = self.embedded.url
-        self.redis: Any = Redis.from_url(self.url, protocol=2)
+        self.redis = redis_at(self.url, protocol=2)
         self.register()
 
     def register(self, model: str = MODEL) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
-from redis import Redis
 
 from carpool.keys import Keys
 from carpool.store import reader as reader_module
@@ -30,6 +29,7 @@ from carpool.store.reader import (
 )
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.planting import Renaming, must_notice_renames, must_show
+from support.redis_client import redis_at
 from support.waiting import wait_until
 
 MODELS: Final = tuple(f"m{number}" for number in range(5))
@@ -48,7 +48,7 @@ def embedded() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def redis(embedded: EmbeddedRedis) -> Iterator[Any]:
-    client: Any = Redis.from_url(embedded.url, protocol=2)
+    client = redis_at(embedded.url, protocol=2)
     client.flushall()
     yield client
     client.close()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Any, Final
+from typing import Final
 
 import pytest
-from redis import Redis
 
 from carpool.keys import Keys
 from carpool.model_settings import ModelSettings
@@ -15,6 +14,7 @@ from carpool_batcher import session as session_module
 from carpool_batcher.session import Session
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
+from support.redis_client import redis_at
 
 KEYS: Final = Keys("m")
 ARRIVED: Final = 5
@@ -32,7 +32,7 @@ class Served(BatcherLoop):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.redis: Any = Redis.from_url(url, protocol=2)
+        self.redis = redis_at(url, protocol=2)
         self.redis.flushall()
         WorkerStore(self.link, KEYS).register(ModelSettings(max_batch_size=16).as_text())
         self.send()

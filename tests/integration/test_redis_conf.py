@@ -6,10 +6,9 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
-from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
 from carpool import Client
@@ -17,6 +16,7 @@ from carpool.keys import Keys
 from carpool_cli import acl
 from carpool_cli.local.embedded import EmbeddedRedisError
 from support.configured import ConfiguredRedis, major
+from support.redis_client import redis_at
 from support.stack import Stack
 from support.waiting import EVENTUALLY_S
 
@@ -90,7 +90,7 @@ def test_all_directives_are_in_force(stack: Stack) -> None:
 
 def test_accepted_request_survives_a_crash_of_redis(stack: Stack) -> None:
     """A request is accepted, Redis is killed at once and restarted, and then the request is served."""
-    producer: Any = Redis.from_url(url_of(stack, "producer"), protocol=2, driver_info=None)
+    producer = redis_at(url_of(stack, "producer"), protocol=2, driver_info=None)
     entry_id = producer.xadd(Keys("square").requests, {"body": "7"}).decode()
     producer.close()
     stack.server.restart()
@@ -116,7 +116,7 @@ def test_full_redis_rejects_new_requests_and_keeps_accepted_ones(stack: Stack) -
     used = stack.redis.info("memory")["used_memory"]
     stack.redis.config_set("maxmemory", used + 64 * 1024**2)  # less to write than with the usual limit
     key, accepted = Keys("not-served").requests, 0
-    producer: Any = Redis.from_url(url_of(stack, "producer"), protocol=2, driver_info=None)
+    producer = redis_at(url_of(stack, "producer"), protocol=2, driver_info=None)
     with producer, pytest.raises(OutOfMemoryError):
         for _ in range(100):
             producer.xadd(key, {"body": bytes(1024 * 1024)})

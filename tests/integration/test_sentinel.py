@@ -7,16 +7,16 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
-from redis import Redis
 
 from carpool import AsyncClient, Client
 from carpool.errors import UnavailableError
 from carpool_cli.local.embedded import EmbeddedRedis, free_port
 from carpool_cli.roles import rules
 from support.configured import major
+from support.redis_client import redis_at
 from support.sentinel import HOST, Sentinel
 from support.stack import Stack
 from support.waiting import wait_until
@@ -27,7 +27,7 @@ MODEL: Final = "Hashing"
 @pytest.fixture
 def replica(server: Path) -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis(binary=server) as started:
-        redis: Any = Redis.from_url(started.url)
+        redis = redis_at(started.url)
         yield started
         redis.close()
 
@@ -37,7 +37,7 @@ async def test_load_goes_on_after_the_primary_was_killed(
 ) -> None:
     """Given load, when the primary is killed and a replica takes over, expect the result of each request."""
     primary = EmbeddedRedis(binary=server)
-    follower: Any = Redis.from_url(replica.url)
+    follower = redis_at(replica.url)
     follower.replicaof(HOST, primary.port)
     sentinel = Sentinel(server, tmp_path, primary.port)
     nobody = free_port()

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from redis import Redis
 
 from carpool.clock import RedisClock
 from carpool.errors import ABORTED, DEADLINE_EXCEEDED, INTERNAL, OK
@@ -38,6 +37,7 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.serial_replica import SerialReplica
 from support.forking import forked_children
+from support.redis_client import redis_at
 
 LEASE_MS: Final = 60_000  # longer than a test
 KEYS: Final = Keys("m")
@@ -63,7 +63,7 @@ class Model:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.redis: Any = Redis.from_url(url, protocol=2)
+        self.redis = redis_at(url, protocol=2)
         self.redis.flushall()
         self.redis.script_flush()
         self.link = Link(url, name="test")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from redis import Redis
 
 from carpool import AsyncClient
 from carpool.client import transport
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.proxy import Proxy
+from support.redis_client import redis_at
 from support.stack import Stack
 from support.waiting import wait_until
 
@@ -112,7 +111,7 @@ async def test_everybody_follows_a_failover_that_leaves_connections_open(
     stack.batcher()
     stack.worker("hashing.py:Hashing", "--lease-ms", "600")
     stack.wait_for_model(MODEL)
-    new: Any = Redis.from_url(replica.url)
+    new = redis_at(replica.url)
     new.replicaof("127.0.0.1", stack.server.port)
     wait_until(
         lambda: new.info("replication")["master_link_status"] == "up", description="the replica follows"

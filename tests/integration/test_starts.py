@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 from unittest.mock import Mock
 
 import pytest
-from redis import Redis
 
 from carpool.keys import Keys
 from carpool.messages.batches import Dispatch
@@ -26,6 +25,7 @@ from carpool_worker.execution import Execution
 from carpool_worker.member import Member
 from carpool_worker.model_process.frames import DEATHS_MAX
 from support.flaky_link import FlakyLink
+from support.redis_client import redis_at
 from support.wire import flat_of
 
 KEYS: Final = Keys("m")
@@ -58,7 +58,7 @@ class Worker:
 @pytest.fixture
 def url() -> Iterator[str]:
     with EmbeddedRedis(append_only=False) as server:
-        redis: Any = Redis.from_url(server.url, protocol=2)
+        redis = redis_at(server.url, protocol=2)
         link = Link(server.url, name="test")
         worker, batcher = WorkerStore(link, KEYS), BatcherStore(link, KEYS)
         worker.register({"max_batch_size": 8})
@@ -75,7 +75,7 @@ def url() -> Iterator[str]:
 
 
 def started(url: str, execution: Execution) -> int:
-    with Redis.from_url(url, protocol=2) as redis:
+    with redis_at(url, protocol=2) as redis:
         return int(redis.hget(KEYS.progress(execution.batch.id), "started:0") or 0)
 
 

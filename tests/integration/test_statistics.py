@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import msgpack
 import pytest
-from redis import Redis
 
 from carpool.errors import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, OK
 from carpool.keys import Keys
@@ -24,6 +23,7 @@ from carpool.store.steps import KeptChunk, StepStore, StepWrite
 from carpool.store.worker import WorkerStore
 from carpool.wire.statistics import Durations, ModelStatistics
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.redis_client import redis_at
 
 KEYS: Final = Keys("m")
 TTL_MS: Final = 60_000
@@ -45,7 +45,7 @@ class Model:
     """A model's stores, with repeated scripts."""
 
     def __init__(self, url: str) -> None:
-        self.redis: Any = Redis.from_url(url, protocol=2)
+        self.redis = redis_at(url, protocol=2)
         self.redis.flushall()
         self.link, self._plain = Repeating(url, name="repeating"), Link(url, name="plain")
         self.worker, self.batcher = WorkerStore(self.link, KEYS), BatcherStore(self.link, KEYS)

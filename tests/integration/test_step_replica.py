@@ -24,7 +24,6 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from redis import Redis
 
 from carpool.clock import RedisClock
 from carpool.errors import ABORTED, CANCELLED
@@ -58,6 +57,7 @@ from support.executions import codec_of, execution_of, run_of_sequence
 from support.flaky_link import FlakyLink
 from support.models.stepping import Chain
 from support.planting import Fault, Faults, Patch, of_machine
+from support.redis_client import redis_at
 from support.stream_load import StreamChecker
 from support.wire import flat_of
 
@@ -201,7 +201,7 @@ class Replicas(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.redis: Any = Redis.from_url(self.url, protocol=2)
+        self.redis = redis_at(self.url, protocol=2)
         self.redis.flushall()
         self.link = Link(self.url, name="batcher")
         self.batcher = BatcherStore(self.link, KEYS)

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import msgpack
 import pytest
-from redis import Redis
 
 from carpool.clock import RedisClock
 from carpool.errors import CANCELLED, OK
@@ -25,6 +24,7 @@ from carpool.store.steps import KeptChunk, StepStore, StepWrite
 from carpool.store.worker import Reclaimed, WorkerStore
 from carpool.wire.requests import decode_entry
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.redis_client import redis_at
 from support.wire import flat_of
 
 LEASE_MS: Final = 60_000  # longer than a test
@@ -49,7 +49,7 @@ class Model:
     """A model on an empty Redis, with a connection for each role. Each fetch takes what was sent before."""
 
     def __init__(self, url: str) -> None:
-        self.redis: Any = Redis.from_url(url, protocol=2)
+        self.redis = redis_at(url, protocol=2)
         self.redis.flushall()
         self.link = Link(url, name="test")
         self.batcher = BatcherStore(self.link, KEYS)

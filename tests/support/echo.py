@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import msgpack
-from redis import Redis
 
 from carpool.keys import Keys
+from support.redis_client import redis_at
 
 _BLOCK_MS: Final = 20
 
@@ -56,7 +56,7 @@ class EchoService(threading.Thread):
         fault: str | None = None,
     ) -> None:
         super().__init__(name=f"echo {model}")
-        self._redis: Any = Redis.from_url(url, protocol=2)
+        self._redis = redis_at(url, protocol=2)
         self._keys = Keys(model)
         self._random = random.Random(seed)
         self._refuse = refuse

@@ -87,7 +87,7 @@ class Seen(NamedTuple):
     front_end: str
     url: str
     prompt: str
-    count: int
+    length: int
     text: str
     end: str
     why: str = ""
@@ -95,7 +95,7 @@ class Seen(NamedTuple):
     @property
     def is_right(self) -> bool:
         """Whether it is the beginning of the text, or all of it if it is complete."""
-        expected = text_of("", self.count, self.prompt)
+        expected = text_of("", self.length, self.prompt)
         return self.text == expected if self.end == COMPLETE else expected.startswith(self.text)
 
 

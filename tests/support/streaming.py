@@ -23,6 +23,7 @@ from redis import Redis
 
 from carpool.keys import Keys
 from support.echo import Echo, read_entry
+from support.redis_client import redis_at
 from support.waiting import wait_until
 
 JSON: Final = "application/json"
@@ -144,7 +145,7 @@ class Storyteller(threading.Thread):
         self, url: str, model: str, texts: Sequence[str], *, error: tuple[str, str] | None = None
     ) -> None:
         super().__init__(name=f"storyteller {model}")
-        self._redis: Any = Redis.from_url(url, protocol=2)
+        self._redis = redis_at(url, protocol=2)
         self._keys = Keys(model)
         self._texts = texts
         self._error = error

@@ -112,7 +112,8 @@ def test_one_worker_registers_what_it_declares() -> None:
     own = declared(tensor="x", max_batch_size=4, tenant_weights={"gold": 4})
     assert combined(own, []) == own
     assert combined(own, [], declared(max_batch_size=64)) == own  # of a worker that is gone
-    assert set(own) | {"outputs", "parameters", "settings_from", "version"} == set(FIELDS)
+    others = {"outputs", "parameters", "settings_from", "version", "speaks", "understands"}
+    assert set(own) | others == set(FIELDS)
 
 
 def test_version_is_that_of_the_worker_that_registered_last_while_one_has_it() -> None:

@@ -16,7 +16,7 @@ import msgpack
 from redis import Redis
 
 COUNT = 100
-redis = Redis.from_url(os.environ["REDIS_URL"])
+redis = Redis.from_url(os.environ["REDIS_URL"], socket_timeout=15)  # longer than it waits below
 mailbox = f"python-{uuid4()}"
 
 

@@ -8,14 +8,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-
-from redis import Redis
+from typing import Final, NamedTuple
 
 from carpool_worker.batch_sources import RECLAIMS_PER_LEASE
 from support.chaos.run import KEYS, LEASE_S, Run
 from support.chaos.servers import ServersOf, alone, behind_a_network, in_a_cluster, with_a_sentinel
 from support.proxy import Direction, Proxy
+from support.redis_client import redis_at
 from support.stack import frozen
 from support.waiting import Stopwatch, wait_until
 
@@ -179,7 +178,7 @@ def revoke_permissions(run: Run) -> None:
     """The user of all services and producers may do nothing for a second."""
     run.stack.redis.execute_command("ACL", "SETUSER", "chaos", "on", "nopass", "~*", "&*", "+@all")
     url = run.stack.url.replace("redis://", "redis://chaos:x@")
-    with_permissions: Any = Redis.from_url(url, protocol=2)
+    with_permissions = redis_at(url, protocol=2)
     with_permissions.execute_command("ACL", "SETUSER", "default", "-@all")
     time.sleep(1.0)
     with_permissions.execute_command("ACL", "SETUSER", "default", "+@all")

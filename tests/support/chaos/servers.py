@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from redis import Redis
 
 from carpool_cli.local.embedded import EmbeddedRedis, find_servers
 from support.cluster import RedisCluster
 from support.proxy import Proxy
+from support.redis_client import redis_at
 from support.sentinel import HOST, Sentinel
 from support.stack import Stack
 from support.waiting import wait_until
@@ -85,7 +86,7 @@ def with_a_sentinel(home: Path) -> Iterator[Servers]:
     """A primary and a replica. Producers, which know nothing of Sentinel, are led to the primary."""
     with ExitStack() as opened:
         primary, replica = (opened.enter_context(EmbeddedRedis()) for _ in range(2))
-        follower: Any = Redis.from_url(replica.url)
+        follower = redis_at(replica.url)
         follower.replicaof(HOST, primary.port)
         sentinel = Sentinel(primary.binary, home, primary.port)
         opened.callback(sentinel.stop)
