@@ -25,6 +25,7 @@ _DURATIONS_US: Final = (
 ROUTES: Final = (
     "infer", "infer_many", "stream", "requests", "models", "v2_infer", "v2_model", "v2_config", "v2_ready",
     "v2_stats", "v2_index", "v2", "v2_health", "healthz", "readyz", "metrics", "openapi", "none",
+    "grpc_infer", "grpc_stream", "grpc_stream_infer", "grpc_model", "grpc_server", "grpc_none",
 )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ class GatewayMetrics(CommonMetrics):
         """What is exported."""
         answers = CounterMetricFamily(
             "carpool_gateway_requests",
-            "Requests of HTTP that were answered, by route and status code; 499: the client went away before",
+            "Requests that were answered, by route and status code of HTTP; 499: the client went away before",
             labels=("route", "code"),
         )
         for (route, code), number in list(self._answers.items()):
