@@ -25,6 +25,8 @@ class Limits(NamedTuple):
     answers that clients read slowly.
     `chunks`: of a body in `Transfer-Encoding: chunked`.
     `rows`: requests in one call of `infer_many`.
+    `unread_bytes`: of chunks of a stream that its client reads slowly.
+    `window`: requests without an end on one WebSocket. `ping_s`: without a sign of life of its client.
     """
 
     head_bytes: int = 32 * 1024
@@ -33,6 +35,9 @@ class Limits(NamedTuple):
     chunks: int = 65_536
     memory_bytes: int = 1024 * MIB
     rows: int = 1024
+    unread_bytes: int = 16 * MIB
+    window: int = 64
+    ping_s: float = 20.0
     connections: int = 4096
     head_s: float = 10.0
     body_s: float = 60.0
@@ -47,6 +52,11 @@ class BodyMemory:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self.held_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many bytes are held as may be, or more."""
+        return self.held_bytes >= self._bytes_max
 
     def take(self, size: int) -> None:
         """Add to the bytes in memory. Raises HttpError, and adds nothing, if they would be too many."""

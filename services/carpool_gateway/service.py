@@ -30,6 +30,7 @@ from carpool_gateway.server import Server
 from carpool_gateway.tensor_requests import TensorRequests
 from carpool_gateway.v2.handlers import OpenInferenceHandlers
 from carpool_gateway.v2.infer import TensorInference
+from carpool_gateway.v2.streams import TensorStreams
 
 if TYPE_CHECKING:
     from carpool_gateway.rpc.server import GrpcServer
@@ -92,7 +93,8 @@ class GatewayService:
         self.grpc_port: int | None = None
         self._grpc = None
         if settings.grpc_port is not None:
-            self._grpc = self._grpc_server(catalog, tensors, access_log, limits, v2.metadata)
+            streams = TensorStreams(self._producer, catalog, limits, default_timeout_s, tensors.compute)
+            self._grpc = self._grpc_server(catalog, tensors, streams, access_log, limits, v2.metadata)
         self._tasks: list[asyncio.Task[None]] = []
         self._awake_s = time.monotonic()
         self._is_connected = False
@@ -103,6 +105,7 @@ class GatewayService:
         self,
         catalog: Catalog,
         tensors: TensorRequests,
+        streams: TensorStreams,
         access_log: AccessLog,
         limits: Limits,
         metadata: bytes,
@@ -125,7 +128,7 @@ class GatewayService:
             new_request_id=self._server.next_request_id,
         )
         documents = Documents(producer=self._producer, catalog=catalog, health=self, server_metadata=metadata)
-        return GrpcServer(calls, documents, self, tensors)
+        return GrpcServer(calls, documents, self, tensors, streams)
 
     async def start(self) -> int:
         """Connect to Redis, and listen; after a moment also without Redis. Returns the port of HTTP. Raises

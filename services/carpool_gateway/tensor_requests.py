@@ -93,7 +93,12 @@ class TensorRequests:
         count = len(bodies)
         asked.key.count(count or 1, now_s())
         timeout_s, fields = row_options(
-            asked.options, prepared.request, prepared.plan, self._limits, self._default_timeout_s
+            asked.options,
+            prepared.request,
+            prepared.plan.accept,
+            prepared.plan.fields,
+            self._limits,
+            self._default_timeout_s,
         )
         rows = SentRows(answer, count, self._producer)
         try:
@@ -137,10 +142,15 @@ class TensorRequests:
 
 
 def row_options(
-    options: RequestOptions, request: InferRequest, planned: Plan, limits: Limits, default_timeout_s: float
+    options: RequestOptions,
+    request: InferRequest,
+    accept: str,
+    fields_of_model: Mapping[str, Any],
+    limits: Limits,
+    default_timeout_s: float,
 ) -> tuple[float, Any]:
-    """The timeout and the fields of each row: parameters of the request, then headers. Raises
-    InvalidArgumentError."""
+    """The timeout and the fields of each row: parameters of the request, then headers. `accept`: the content
+    type that is wanted of results. Raises InvalidArgumentError."""
     asked: dict[str, Any] = dict(options)
     if request.timeout_us is not None:
         asked["timeout"] = request.timeout_us / 1e6
@@ -149,10 +159,10 @@ def row_options(
     if request.sequence_id:
         asked["sequence_id"] = request.sequence_id
         asked["sequence_start"], asked["sequence_end"] = request.sequence_start, request.sequence_end
-    if planned.accept:
-        asked["accept"] = planned.accept
-    if planned.fields:
-        asked["fields"] = {**asked.get("fields", {}), **planned.fields}
+    if accept:
+        asked["accept"] = accept
+    if fields_of_model:
+        asked["fields"] = {**asked.get("fields", {}), **fields_of_model}
     if "correlation_id" in asked:
         raise InvalidArgumentError("Carpool-Correlation-Id: each row is a request, with an ID of its own")
     timeout_s, fields = read_options(asked, default_timeout_s)  # type: ignore[arg-type]

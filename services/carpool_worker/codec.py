@@ -283,18 +283,14 @@ class Codec:
         return self._decode_tensors(content_type, body)
 
     def _decode_tensors(self, content_type: str, body: bytes) -> _Decoded:
-        inputs = self.inputs
+        inputs: Sequence[TensorSpec] = self.inputs
         if not is_value(content_type):
             return self._raw_tensor(content_type, body)
         value = decode_body(content_type, body, declared=True)
         if len(inputs) == 1 and not (isinstance(value, dict) and value.keys() == {inputs[0].name}):
             value = {inputs[0].name: value}
         if not isinstance(value, dict) or value.keys() != {spec.name for spec in inputs}:
-            given = f"a map of {_names_of(value)}" if isinstance(value, dict) else "no map"
-            raise InvalidArgumentError(
-                f"body: must be a map with exactly the tensors {', '.join(spec.name for spec in inputs)}; "
-                f"it is {given}"
-            )
+            inputs = _inputs_in(value, inputs)
         layouts: list[Layout] = []
         data: list[bytes] = []
         for spec in inputs:
@@ -304,7 +300,7 @@ class Codec:
             data.append(item)
         if len(layouts) > 1:
             return tuple(layouts), data
-        if content_type == MSGPACK and inputs[0].datatype != "BYTES":
+        if content_type == MSGPACK and len(self.inputs) == 1 and inputs[0].datatype != "BYTES":
             self._memo.remember(body, layouts[0][1], layouts[0][2], len(data[0]))
         return tuple(layouts), data[0]
 
@@ -624,6 +620,21 @@ def _give_bodies(
             fitting.append(body)
     if fitting:
         execution.succeed(run, start, taken, fitting, content_type)
+
+
+def _inputs_in(value: Any, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """The declared inputs that a body has, which may lack optional ones. Raises InvalidArgumentError."""
+    if isinstance(value, dict):
+        found = [spec for spec in inputs if spec.name in value]
+        if len(found) == len(value) and found and all(spec.optional for spec in inputs if spec not in found):
+            return found
+    given = f"a map of {_names_of(value)}" if isinstance(value, dict) else "no map"
+    optional = [spec.name for spec in inputs if spec.optional]
+    more = f", and may have {', '.join(optional)}" if optional else ""
+    raise InvalidArgumentError(
+        "body: must be a map with exactly the tensors "
+        f"{', '.join(spec.name for spec in inputs if not spec.optional)}{more}; it is {given}"
+    )
 
 
 def _numbers(value: Any, spec: TensorSpec) -> tuple[tuple[int, ...], bytes]:

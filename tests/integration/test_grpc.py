@@ -22,7 +22,9 @@ from support.stack import Service, Stack
 from support.waiting import EVENTUALLY_S, wait_until
 
 TRITON: Final = ("Sum", "Identity", "Strings", "Labelled", "Starting")
-PLAIN: Final = ("plain.py:Noop", "plain.py:Noting", "plain.py:Echo", "timed.py:Sleeper", "faulty.py:Faulty")
+PLAIN: Final = (
+    "plain.py:Noop", "plain.py:Noting", "plain.py:Echo", "timed.py:Sleeper", "faulty.py:Faulty", "repeating.py:Repeat"
+)  # fmt: skip
 LIMIT_BYTES: Final = 1024 * 1024
 
 
@@ -42,6 +44,14 @@ def gateway(shared: Stack) -> Service:
 def rpc(gateway: Service) -> Iterator[Rpc]:
     with Rpc(gateway) as client:
         yield client
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Path]:
+    """A file that does not exist yet; it does in the end, so that no model waits for it."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()
 
 
 def bodies(*values: Any) -> tuple[str, list[list[bytes]]]:
@@ -368,6 +378,99 @@ def test_more_requests_than_a_stream_has_open(rpc: Rpc, gateway: Service, shared
     answers = rpc.stream(requests)
     assert ids_and_errors(answers) == [(str(at), "") for at in range(3000)]
     assert_forgotten(gateway, shared, "Identity")
+
+
+# --- models that step --------------------------------------------------------------------------------------
+
+
+def repeating(count: int, **more: Any) -> Any:
+    numbers = np.arange(100, 100 + count, dtype=np.int32)[None]
+    delays, wait = np.zeros((1, count), np.uint32), np.zeros((1, 1), np.uint32)
+    return infer_request("Repeat", ("IN", numbers), ("DELAY", delays), ("WAIT", wait), **more)
+
+
+def numbers_of(answers: list[Any]) -> list[tuple[str, int, int]]:
+    """The IDs and outputs of responses."""
+    found = []
+    for answer in answers:
+        assert not answer.error_message
+        outputs = outputs_of(answer.infer_response)
+        found.append((answer.infer_response.id, outputs["OUT"].item(), outputs["IDX"].item()))
+    return found
+
+
+def is_final(answer: Any) -> bool:
+    return bool(answer.infer_response.parameters["triton_final_response"].bool_param)
+
+
+def test_responses_of_a_model_that_steps_come_as_it_makes_them(rpc: Rpc, gate: Path) -> None:
+    request = repeating(4, id="a", parameters={"GATE": str(gate), "triton_enable_empty_final_response": True})
+    answers = rpc.stream([request])
+    first = next(answers)
+    assert not gate.exists()
+    gate.touch()
+    *rest, last = answers
+    assert numbers_of([first, *rest]) == [("a", 100 + at, at) for at in range(4)]
+    assert [is_final(answer) for answer in (first, *rest, last)] == [False] * 4 + [True]
+    assert (last.infer_response.id, list(last.infer_response.outputs)) == ("a", [])
+
+
+def test_streams_of_several_requests_on_one_stream(rpc: Rpc, gate: Path) -> None:
+    """Given a request that waits, expect that others are answered meanwhile, and no end that nobody asked for."""
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    answers = rpc.stream(iter(requests.get, None))
+    requests.put(repeating(3, id="slow", parameters={"GATE": str(gate)}))
+    assert next(answers).infer_response.id == "slow"
+    requests.put(repeating(2, id="quick"))
+    requests.put(infer_request("Identity", ("INPUT0", np.ones((1, 1), np.float32)), id="plain"))
+    requests.put(repeating(0, id="empty", parameters={"triton_enable_empty_final_response": True}))
+    assert sorted(next(answers).infer_response.id for _ in range(4)) == ["empty", "plain", "quick", "quick"]
+    gate.touch()
+    requests.put(None)
+    assert numbers_of(list(answers)) == [("slow", 101, 1), ("slow", 102, 2)]
+
+
+def test_a_stream_goes_on_after_its_process_was_killed(rpc: Rpc) -> None:
+    answers = list(rpc.stream([repeating(6, id="k", parameters={"KILLS_AT": "3"})]))
+    assert numbers_of(answers) == [("k", 100 + at, at) for at in range(6)]
+
+
+@pytest.mark.parametrize("how", ["cancel", "disconnect"])
+def test_a_stream_that_nobody_reads_is_withdrawn(
+    gateway: Service, shared: Stack, gate: Path, how: str
+) -> None:
+    with Rpc(gateway) as other:
+        answers = other.stream([repeating(3, parameters={"GATE": str(gate)})])
+        next(answers)
+        if how == "cancel":
+            answers.cancel()
+    shared.wait_until_idle("Repeat")  # the gate was never opened
+    assert_forgotten(gateway, shared, "Repeat")
+
+
+def test_a_client_that_does_not_read_is_bounded(gateway: Service, shared: Stack) -> None:
+    """Given more responses than are kept for a client, expect that those which it reads late are a prefix, and
+    then an error."""
+    count, answers = 60_000, []
+    with Rpc(gateway, **{"grpc.http2.bdp_probe": 0, "grpc.http2.lookahead_bytes": 65_536}) as other:
+        stream = other.stream([repeating(count, id="a")])
+        answers.append(next(stream))
+        shared.wait_until_idle("Repeat")
+        answers += stream
+    errors = [answer.error_message for answer in answers if answer.error_message]
+    numbers = numbers_of([answer for answer in answers if not answer.error_message])
+    assert numbers == [("a", 100 + at, at) for at in range(len(numbers))]
+    assert len(numbers) == count or "read too slowly" in errors[0]
+    assert_forgotten(gateway, shared, "Repeat")
+
+
+def test_model_infer_on_a_model_that_steps(rpc: Rpc) -> None:
+    one = outputs_of(rpc.method("ModelInfer")(repeating(1), timeout=EVENTUALLY_S))
+    assert (one["OUT"].item(), one["IDX"].item()) == (100, 0)
+    with pytest.raises(grpc.RpcError) as error:
+        rpc.method("ModelInfer")(repeating(2), timeout=EVENTUALLY_S)
+    assert failure(error)[0] == "UNIMPLEMENTED"
+    assert rpc.call("ModelConfig", name="Repeat").config.model_transaction_policy.decoupled
 
 
 # --- limits, keys, stopping --------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ def calls() -> list[tuple[str, str]]:
 
         stream = unary
 
-    GrpcServer(cast(Any, Recording()), cast(Any, MagicMock()), cast(Any, None), cast(Any, MagicMock()))
+    others = [cast(Any, MagicMock())] * 4
+    GrpcServer(cast(Any, Recording()), *others)
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from carpool.errors import ResourceExhaustedError
-from carpool.wire.tensors import datatype_of, to_bfloat16
+from carpool.wire.tensors import TensorSpec, datatype_of, to_bfloat16
 from carpool_worker.model_process.frames import Failure, pack_values, too_large, unpack_results, unpack_values
 from carpool_worker.model_process.stepping.frames import Admit, Advance
 from carpool_worker.model_process.stepping.generation import CHUNK_OVERHEAD_BYTES, Generation
@@ -417,3 +417,63 @@ def test_request_whose_generator_was_never_made_can_end() -> None:
     request = generation()
     GeneratorModel(countdown).end(request)
     assert request.state is None
+
+
+# --- declared outputs --------------------------------------------------------------------------------------
+
+TEXT = TensorSpec("text", "BYTES", (1,))
+SCORE = TensorSpec("score", "FP32", (1,))
+
+
+def declaring(*outputs: TensorSpec, sent: Sequence[Any] = ()) -> Generation:
+    chunks = [pack_values([value]) for value in sent]
+    return Generation(Admit(7, (), ("id", "", {}), 1, True, chunks), "body", outputs=outputs)
+
+
+def test_what_is_emitted_is_as_it_is_declared() -> None:
+    request = declaring(TEXT, SCORE)
+    request.emit({"text": "a", "score": 1})
+    (value,) = unpack_values(taken(request).chunk)
+    assert value["text"] == {"datatype": "BYTES", "shape": [1], "data": ["a"]}
+    assert (value["score"].dtype, value["score"].tolist()) == (np.float32, [1.0])
+    request = declaring(TEXT)
+    for value in ("a", ["a"], np.array(["a"], object), {"text": "a"}):
+        request.emit(value)
+    assert [one["data"] for one in unpack_values(taken(request).chunk)] == [["a"]] * 4
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("a", "emitted a str, but declares the outputs 'text', 'score'"),
+        ({"text": "a"}, "emitted the outputs 'text', but declares 'text', 'score'"),
+        ({"text": ["a", "b"], "score": 1}, "shape [2]"),
+        ({"text": "a", "score": "b"}, "output 'score'"),
+    ],
+)
+def test_what_is_emitted_otherwise_fails_the_request(value: Any, why: str) -> None:
+    request = declaring(TEXT, SCORE)
+    request.emit(value)
+    status, detail = failure(request)
+    assert status == "INTERNAL"
+    assert why in detail
+
+
+def test_a_continued_request_sees_arrays_by_name() -> None:
+    request = declaring(
+        TEXT, SCORE, sent=[{"text": np.array(["a"], object), "score": np.array([1], np.float32)}]
+    )
+    (value,) = request.chunks
+    assert (value["text"].tolist(), value["score"].tolist()) == (["a"], [1.0])
+
+
+def test_a_generator_is_continued_after_values_that_were_sent_as_declared() -> None:
+    def generate(body: Any) -> Iterator[Any]:
+        yield from ("a", "b")
+
+    model = GeneratorModel(generate)
+    request = declaring(TEXT, sent=[np.array(["a"], object)])
+    model.begin([request])
+    model.step([request])
+    (value,) = unpack_values(taken(request).chunk)
+    assert value["data"] == ["b"]

@@ -61,11 +61,11 @@ class Plan(NamedTuple):
 def plan(model: OfferedModel, request: InferRequest) -> Plan:
     """What to send for this request. Raises ProtocolError if it does not suit the model, or TooLargeError."""
     outputs = _wanted(model, request)
-    inputs = _in_order(model, request)
+    specs, inputs = _in_order(model, request)
     rows = _count_rows(model, inputs)
     if request.sequence_id and rows != 1:
         raise ProtocolError(f"a request of a sequence has one row, and the batch of this one has {rows}")
-    content_type, bodies = _bodies(model, inputs, rows)
+    content_type, bodies = _bodies(model, specs, inputs, rows)
     if isinstance(bodies, Rows):
         body_bytes = len(bodies.head) + bodies.width
     else:
@@ -129,22 +129,26 @@ def _wanted(model: OfferedModel, request: InferRequest) -> list[WantedOutput]:
 # --- inputs ------------------------------------------------------------------------------------------------
 
 
-def _in_order(model: OfferedModel, request: InferRequest) -> list[InputTensor]:
-    """The inputs of the request in the order of the model. Raises ProtocolError unless they are its
-    inputs."""
+def _in_order(model: OfferedModel, request: InferRequest) -> tuple[Sequence[TensorSpec], list[InputTensor]]:
+    """The inputs of the request in the order of the model, and their declarations. Raises ProtocolError
+    unless they are its inputs, of which optional ones may be missing."""
+    specs = model.inputs
     if request.raw is not None:
-        return [_raw_input(model, request.raw)]
+        return specs, [_raw_input(model, request.raw)]
     named = {tensor.name: tensor for tensor in request.inputs}
     if len(named) != len(request.inputs):
         ((twice, times),) = Counter(tensor.name for tensor in request.inputs).most_common(1)
         raise ProtocolError(f"input {twice!r:.60} already exists: it is there {times} times")
     try:
-        ordered = [named[spec.name] for spec in model.inputs]
+        ordered = [named[spec.name] for spec in specs]
     except KeyError:
-        raise ProtocolError(_why_other_inputs(model, named)) from None
+        specs = [spec for spec in specs if spec.name in named or not spec.optional]
+        if not specs or not all(spec.name in named for spec in specs):
+            raise ProtocolError(_why_other_inputs(model, named)) from None
+        ordered = [named[spec.name] for spec in specs]
     if len(named) != len(ordered):
         raise ProtocolError(_why_other_inputs(model, named))
-    for spec, tensor in zip(model.inputs, ordered, strict=True):
+    for spec, tensor in zip(specs, ordered, strict=True):
         if tensor.datatype != spec.datatype:
             raise ProtocolError(
                 f"input {spec.name!r}: datatype is {tensor.datatype}, but the model takes {spec.datatype}"
@@ -156,12 +160,12 @@ def _in_order(model: OfferedModel, request: InferRequest) -> list[InputTensor]:
                 f"input {spec.name!r}: shape is {list(tensor.shape)}, but the model takes "
                 f"{shown_shape(spec)}, of which the first is the batch"
             )
-    return ordered
+    return specs, ordered
 
 
 def _why_other_inputs(model: OfferedModel, named: Mapping[str, InputTensor]) -> str:
     expected = [spec.name for spec in model.inputs]
-    missing = [name for name in expected if name not in named]
+    missing = [spec.name for spec in model.inputs if spec.name not in named and not spec.optional]
     unknown = [name for name in named if name not in expected]
     wrong = [f"lacks {', '.join(missing)}"] if missing else []
     if unknown:
@@ -169,8 +173,12 @@ def _why_other_inputs(model: OfferedModel, named: Mapping[str, InputTensor]) -> 
             f"has {', '.join(f'{name:.40}' for name in unknown[:_NAMES_SHOWN])}, which it does not take"
         )
     given = ", ".join(f"{name:.40}" for name in list(named)[:_NAMES_SHOWN]) or "none"
+    least = sum(not spec.optional for spec in model.inputs)
+    number = f"{len(expected)} inputs"
+    if least < len(expected):
+        number = f"number of inputs between {least} and {len(expected)}"
     return (
-        f"expected {len(expected)} inputs but got {len(named)} inputs for model {model.name!r}: the request "
+        f"expected {number} but got {len(named)} inputs for model {model.name!r}: the request "
         f"{' and '.join(wrong)}. Got {given}; expected {shown(model.inputs)}"
     )
 
@@ -220,17 +228,20 @@ def _count_rows(model: OfferedModel, inputs: Sequence[InputTensor]) -> int:
 # --- bodies ------------------------------------------------------------------------------------------------
 
 
-def _bodies(model: OfferedModel, inputs: Sequence[InputTensor], rows: int) -> tuple[str, Rows | list[bytes]]:
-    """The content type and the bodies of the requests."""
+def _bodies(
+    model: OfferedModel, specs: Sequence[TensorSpec], inputs: Sequence[InputTensor], rows: int
+) -> tuple[str, Rows | list[bytes]]:
+    """The content type and the bodies of the requests. `specs`: those of the inputs."""
+    is_map = len(model.inputs) > 1
     if not model.declares_inputs:
         elements = inputs[0].data
         assert isinstance(elements, list)
         return _content_type(inputs[0]), elements
     if any(tensor.datatype == "BYTES" for tensor in inputs):
-        return MSGPACK, _with_elements(model, inputs, rows)
+        return MSGPACK, _with_elements(specs, inputs, rows, is_map=is_map)
     pieces: _Pieces = []
     for tensor in inputs:
-        before = b"" if len(inputs) == 1 else _name(tensor.name, 0 if pieces else len(inputs))
+        before = b"" if not is_map else _name(tensor.name, 0 if pieces else len(inputs))
         row_bytes = WIDTHS[tensor.datatype] * math.prod(tensor.shape[1:])
         data = tensor.data
         assert not isinstance(data, list)
@@ -283,13 +294,14 @@ def _name(name: str, names: int) -> bytes:
     return bytes(packer.bytes())
 
 
-def _with_elements(model: OfferedModel, inputs: Sequence[InputTensor], rows: int) -> list[bytes]:
-    """Bodies of inputs some of which are BYTES."""
+def _with_elements(
+    specs: Sequence[TensorSpec], inputs: Sequence[InputTensor], rows: int, *, is_map: bool
+) -> list[bytes]:
+    """Bodies of inputs some of which are BYTES. `is_map`: they are maps, also of one."""
     tensors = {
-        tensor.name: _row_tensors(tensor, spec, rows)
-        for spec, tensor in zip(model.inputs, inputs, strict=True)
+        tensor.name: _row_tensors(tensor, spec, rows) for spec, tensor in zip(specs, inputs, strict=True)
     }
-    if len(tensors) == 1:
+    if not is_map:
         return [msgpack.packb(tensor) for tensor in next(iter(tensors.values()))]
     names = list(tensors)
     return [

@@ -3,6 +3,7 @@ are wanted so."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -10,8 +11,10 @@ import msgpack
 import msgspec
 import numpy as np
 
-from carpool.errors import OK, InternalError, InvalidArgumentError, error_for
+from carpool.errors import OK, InternalError, InvalidArgumentError, UnimplementedError, error_for
 from carpool.messages.requests import JSON, MSGPACK, RAW
+from carpool.messages.results import Chunk
+from carpool.model_settings import ModelKind
 from carpool.parts import Buffer
 from carpool.wire.bodies import decode_result, encode_body
 from carpool.wire.content_types import is_value
@@ -75,6 +78,32 @@ def join_results(model: OfferedModel, plan: Plan, results: Sequence[RowResult]) 
             raise error_for(
                 result.status, f"row {row}: {result.detail}" if len(results) > 1 else result.detail
             )
+    if model.kind is ModelKind.STEPPING and model.declares_outputs:
+        results = [_only_response(model, result) for result in results]
+    return _outputs_of(model, plan, results)
+
+
+def _only_response(model: OfferedModel, result: RowResult) -> RowResult:
+    """The outputs that a model which steps emitted, if it did so once: the result is all that it emitted, put
+    end to end. Raises UnimplementedError."""
+    value = msgpack.unpackb(result.body) if result.content_type == MSGPACK else None
+    spec = model.outputs[0]
+    if type(value) is list and len(value) == 1:  # of what cannot be put end to end
+        return result._replace(body=msgpack.packb(value[0]))
+    if isinstance(value, dict):
+        is_one = not is_tensor(value) or spec.admits(value["shape"])
+    else:
+        is_one = type(value) in _KINDS_OF_PLAIN and not spec.shape
+    if not is_one:
+        raise UnimplementedError(
+            f"the model {model.name!r} steps, and made none or several responses to this request, but infer "
+            "has one: use generate_stream, or a stream of another protocol"
+        )
+    return result
+
+
+def _outputs_of(model: OfferedModel, plan: Plan, results: Sequence[RowResult]) -> list[OutputTensor]:
+    """The wanted outputs of rows that succeeded."""
     if model.declares_outputs:
         joined = _joined_alike(model, plan, results) or _joined(model, plan, results)
     else:
@@ -86,6 +115,49 @@ def join_results(model: OfferedModel, plan: Plan, results: Sequence[RowResult]) 
     return [
         _classified(tensor, output.classes, output.spec.labels) if output.classes else tensor
         for tensor, output in zip(joined, plan.outputs, strict=True)
+    ]
+
+
+def responses_of_chunk(model: OfferedModel, plan: Plan, chunk: Chunk) -> list[list[OutputTensor]]:
+    """The responses in a chunk: the wanted outputs of each value that the model emitted.
+
+    Values that were merged, because they came faster than they were written, are divided again. Two kinds are
+    not, which mean the same end to end: those of a model that declares no outputs, and those of an output
+    whose first size varies, or which is a text without dimensions. Raises CarpoolError.
+    """
+    return [
+        _outputs_of(model, plan, [RowResult(OK, chunk.content_type, body)])
+        for body in _emitted_bodies(model, chunk)
+    ]
+
+
+def _emitted_bodies(model: OfferedModel, chunk: Chunk) -> Sequence[Buffer]:
+    """The bodies of the values in a chunk."""
+    if chunk.is_list:
+        if chunk.content_type == JSON:
+            return [json.dumps(value, separators=(",", ":")).encode() for value in json.loads(chunk.body)]
+        return [msgpack.packb(value) for value in msgpack.unpackb(chunk.body, strict_map_key=False)]
+    if chunk.merged == 1 or not model.declares_outputs or chunk.content_type != MSGPACK:
+        return [chunk.body]
+    (spec,) = model.outputs  # values of several outputs are not put end to end
+    if not spec.shape or spec.shape[0] == -1:
+        return [chunk.body]
+    return _divided(msgpack.unpackb(chunk.body), chunk.merged)
+
+
+def _divided(tensor: Mapping[str, Any], count: int) -> list[bytes]:
+    """A tensor that was put end to end of `count` ones of equal size, as these."""
+    data, (first, *others) = tensor["data"], tensor["shape"]
+    width = len(data) // count
+    return [
+        msgpack.packb(
+            {
+                "datatype": tensor["datatype"],
+                "shape": [first // count, *others],
+                "data": data[at * width : (at + 1) * width],
+            }
+        )
+        for at in range(count)
     ]
 
 

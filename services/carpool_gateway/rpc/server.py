@@ -24,6 +24,7 @@ from carpool_gateway.rpc.reflection import ReflectionService
 from carpool_gateway.rpc.streams import MessageStreams
 from carpool_gateway.server import DRAIN_IDLE_S
 from carpool_gateway.tensor_requests import TensorRequests
+from carpool_gateway.v2.streams import TensorStreams
 
 _NO_MODELS: Final = "loads and unloads no models: `carpool worker` and an operator do"
 _NO_MEMORY: Final = "offers no shared memory: send raw_input_contents"
@@ -48,11 +49,18 @@ _CLIENT_PING_MS_MIN: Final = 5_000  # of pings that a client sends by itself; mo
 class GrpcServer:
     """Serves calls. Used on the event loop's thread."""
 
-    def __init__(self, calls: Calls, documents: Documents, health: Health, tensors: TensorRequests) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        documents: Documents,
+        health: Health,
+        tensors: TensorRequests,
+        streams: TensorStreams,
+    ) -> None:
         inference = MessageInference(tensors)
         self._calls = calls
         self._health = HealthService(health)
-        self._streams = MessageStreams(inference)
+        self._streams = MessageStreams(inference, streams)
         self._handlers = {
             **_named(INFERENCE.service, self._inference_handlers(documents, inference)),
             **_named(HEALTH.service, self._health_handlers()),

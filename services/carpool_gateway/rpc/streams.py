@@ -8,6 +8,7 @@ What a client does not read is bounded: nothing more is read of it while REQUEST
 response, or responses of UNWRITTEN_BYTES_MAX are not written.
 
     context.read -> _read -> _accept -> rows ... results -> _answer -> _outgoing -> run -> context.write
+                                     -> _stream ... responses ------------^
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ from typing import Any, Final
 
 import grpc
 
+from carpool.model_settings import ModelKind
 from carpool_gateway.access_log import GONE
 from carpool_gateway.answers import RETRY_AFTER, HttpError
+from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.responses import RowResult
 from carpool_gateway.rpc.calls import Call
 from carpool_gateway.rpc.infer import MessageInference, Sendable
-from carpool_gateway.rpc.requests import split
-from carpool_gateway.rpc.responses import error_on_stream, of_stream
-from carpool_gateway.tensor_requests import SentRows
+from carpool_gateway.rpc.requests import SplitRequest, decode_request, split
+from carpool_gateway.rpc.responses import (
+    empty_final,
+    encode_response,
+    error_on_stream,
+    of_stream,
+    with_id,
+)
+from carpool_gateway.tensor_requests import Asked, SentRows
+from carpool_gateway.v2.streams import TensorStreams
 
 REQUESTS_MAX: Final = 1024
 UNWRITTEN_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -38,15 +48,16 @@ _ENDS_WITH_ERRORS: Final = b"triton_grpc_error"
 class MessageStreams:
     """The streams of all clients."""
 
-    def __init__(self, inference: MessageInference) -> None:
+    def __init__(self, inference: MessageInference, streams: TensorStreams) -> None:
         self._inference = inference
+        self._streams = streams
         self._open: set[_Stream] = set()
         self.is_draining = False
 
     async def infer(self, call: Call) -> None:
         """Serve a stream until its client ends it. Raises HttpError if it must end."""
         call.authorize()
-        stream = _Stream(self._inference, call)
+        stream = _Stream(self._inference, self._streams, call)
         self._open.add(stream)
         if self.is_draining:
             stream.stop_reading()
@@ -77,13 +88,15 @@ class _Request:
 class _Stream:
     """One stream."""
 
-    def __init__(self, inference: MessageInference, call: Call) -> None:
+    def __init__(self, inference: MessageInference, streams: TensorStreams, call: Call) -> None:
         self._inference = inference
+        self._streams = streams
         self._call = call
         self._context = call.context
         self._memory = call.calls.memory
         self._ends_with_errors = call.headers.get(_ENDS_WITH_ERRORS, b"").lower() == b"true"
         self._requests: deque[_Request] = deque()  # that are not answered, or some before them are not
+        self._streamed: set[_Request] = set()  # to models that step
         self._outgoing: deque[bytes | HttpError] = deque()
         self._unwritten_bytes = 0
         self._changed = asyncio.Event()  # there is something to write, or nothing more to wait for
@@ -97,7 +110,7 @@ class _Stream:
         reader = self._reader = asyncio.create_task(self._read())
         reader.add_done_callback(lambda _: self._changed.set())
         try:
-            while not (reader.done() and not self._requests and not self._outgoing):
+            while not reader.done() or self._requests or self._streamed or self._outgoing:
                 self._changed.clear()
                 if self._outgoing:
                     await self._write(self._outgoing.popleft())
@@ -141,20 +154,22 @@ class _Stream:
             task.cancel()
         self._hold(-self._unwritten_bytes)
         self._outgoing.clear()
-        for request in self._requests:
+        for request in (*self._requests, *self._streamed):
             if request.rows is not None:
                 request.rows.withdraw()
             if request.answer is None:
                 request.call.end(GONE)
         self._requests.clear()
+        self._streamed.clear()
 
     # --- requests ------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
         while not self._is_draining:
-            while len(self._requests) >= REQUESTS_MAX or self._unwritten_bytes >= UNWRITTEN_BYTES_MAX:
-                self._has_space.clear()
-                await self._has_space.wait()
+            while len(self._requests) + len(self._streamed) >= REQUESTS_MAX:
+                await self._wait_for_space()
+            while self._unwritten_bytes >= UNWRITTEN_BYTES_MAX:
+                await self._wait_for_space()
             self._waits_for_request = True
             message = await self._context.read()
             self._waits_for_request = False
@@ -162,6 +177,10 @@ class _Stream:
                 self._is_draining = False
                 return
             await self._accept(message)
+
+    async def _wait_for_space(self) -> None:
+        self._has_space.clear()
+        await self._has_space.wait()
 
     async def _accept(self, message: bytes) -> None:
         """Send a request. It is answered also if it is refused."""
@@ -173,6 +192,11 @@ class _Stream:
             fields = split(message)
             request.id = fields.id
             model, channel = await inference.find(call, fields)
+            if model.kind is ModelKind.STEPPING:
+                self._requests.pop()
+                self._streamed.add(request)
+                self._start(self._stream(request, fields, model))
+                return
             request.sendable = await inference.prepare(call, fields, model, channel)
             request.rows = inference.send(request.sendable, partial(self._on_results, request))
         except Exception as error:
@@ -198,6 +222,27 @@ class _Stream:
         else:
             self._answer(request, of_stream(response, is_final=True), 200)
 
+    async def _stream(self, request: _Request, fields: SplitRequest, model: OfferedModel) -> None:
+        """Write the responses of a model that steps, as it makes them."""
+        try:
+            read = partial(decode_request, fields)
+            decoded, wants_end = await self._inference.compute(read) if fields.is_large else read()
+            asked = Asked(request.call.key, request.call.options())
+            async with await self._streams.send(asked, model, decoded, self._memory) as responses:
+                async for outputs in responses:
+                    response = with_id(encode_response(model.name, "", outputs, model.version), request.id)
+                    while self._unwritten_bytes >= UNWRITTEN_BYTES_MAX:
+                        await self._wait_for_space()
+                    self._put(of_stream(response, is_final=False))
+        except Exception as error:
+            self._put(self._failed(request, error))
+        else:
+            if wants_end:
+                self._put(empty_final(model.name, model.version, request.id))
+            request.call.end(200)
+        self._streamed.discard(request)
+        self._changed.set()
+
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
@@ -206,17 +251,26 @@ class _Stream:
     # --- answers -------------------------------------------------------------------------------------------
 
     def _fail(self, request: _Request, error: Exception) -> None:
-        failure = self._call.calls.failure(error, self._call.request_id)
-        message = failure if self._ends_with_errors else error_on_stream(failure.detail, request.id)
-        self._answer(request, message, failure.code)
+        self._answer(request, self._failed(request, error), None)
 
-    def _answer(self, request: _Request, message: bytes | HttpError, code: int) -> None:
-        """A request is answered. Write what no earlier request holds back."""
+    def _failed(self, request: _Request, error: Exception) -> bytes | HttpError:
+        """What answers a request that failed."""
+        failure = self._call.calls.failure(error, self._call.request_id)
+        request.call.end(failure.code)
+        return failure if self._ends_with_errors else error_on_stream(failure.detail, request.id)
+
+    def _answer(self, request: _Request, message: bytes | HttpError, code: int | None) -> None:
+        """A request is answered. Write what no earlier request holds back. `code`: None if it is counted."""
         request.answer = message
-        request.call.end(code)
+        if code is not None:
+            request.call.end(code)
         while self._requests and (answer := self._requests[0].answer) is not None:
             self._requests.popleft()
-            self._outgoing.append(answer)
-            if isinstance(answer, bytes):
-                self._hold(len(answer))
+            self._put(answer)
+
+    def _put(self, message: bytes | HttpError) -> None:
+        """Write a message after those before it; an error ends the stream."""
+        self._outgoing.append(message)
+        if isinstance(message, bytes):
+            self._hold(len(message))
         self._changed.set()

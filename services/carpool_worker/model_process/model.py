@@ -253,7 +253,7 @@ def _adapt_stepping(model: Any, device: str, given: Given) -> SteppingModel:
         if inspect.isgeneratorfunction(hook):
             raise UnusableError(f"the model's {name!r} has a 'yield': it must emit with request.emit(value)")
     _load(model, device, given)
-    declarations = _declarations(model, given)
+    declarations = _declarations(model, given, takes_optional=True)
     _check_unpadded(declarations["inputs"], "generates step by step")
     _check_kind(declarations["settings"], ModelKind.STEPPING)
     return SteppingModel(
@@ -290,6 +290,19 @@ def _check_unpadded(inputs: Sequence[TensorSpec], what: str) -> None:
             raise UnusableError(
                 f"input {spec.name!r} has buckets, but the model {what}: it gets no batches to pad"
             )
+
+
+def _check_optional(
+    may_be: Sequence[TensorSpec], inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> None:
+    for spec in (*inputs, *outputs):
+        if spec.optional and spec not in may_be:
+            raise UnusableError(
+                f"tensor {spec.name!r} is optional: only an input of a model that steps may be, because a "
+                "batch is one array of each input, and an output is always there"
+            )
+    if may_be and all(spec.optional for spec in may_be):
+        raise UnusableError("all inputs are optional: a request must have one, so declare one that is not")
 
 
 def _check_kind(settings: ModelSettings, kind: ModelKind) -> None:
@@ -329,9 +342,12 @@ def _check_positional(load: Callable[..., Any]) -> None:
         )
 
 
-def _declarations(model: Any, given: Given, *, is_async: bool = False) -> dict[str, Any]:
-    """The fields of ModelDeclarations."""
+def _declarations(
+    model: Any, given: Given, *, is_async: bool = False, takes_optional: bool = False
+) -> dict[str, Any]:
+    """The fields of ModelDeclarations. `takes_optional`: each request gets by itself what it has."""
     inputs, outputs = _specs(model, "inputs"), _specs(model, "outputs")
+    _check_optional(inputs if takes_optional else (), inputs, outputs)
     check_padding(inputs, outputs)
     return {
         "validate": getattr(model, "validate", None),

@@ -428,6 +428,35 @@ def _unmasked_rows(array: Any, where: str) -> tuple[Array, Wrong]:
 # --- declared outputs --------------------------------------------------------------------------------------
 
 
+def declared_row(specs: Sequence[TensorSpec], value: Any) -> Any:
+    """What a model emitted for one request, as it declares its outputs: of one the value, of several a dict.
+    Raises WrongOutputError, and InvalidArgumentError for numbers that the datatype does not hold."""
+    is_named = isinstance(value, Mapping) and value.keys() == {spec.name for spec in specs}
+    if len(specs) == 1:
+        (spec,) = specs
+        return _declared_row(value[spec.name] if is_named else value, spec)
+    if is_named:
+        return {spec.name: _declared_row(value[spec.name], spec) for spec in specs}
+    names = [spec.name for spec in specs]
+    if isinstance(value, Mapping):
+        raise WrongOutputError(f"the model emitted the outputs {_shown(value)}, but declares {_shown(names)}")
+    raise WrongOutputError(
+        f"the model emitted a {type(value).__name__}, but declares the outputs {_shown(names)}: emit a dict "
+        "with these names"
+    )
+
+
+def _declared_row(value: Any, spec: TensorSpec) -> Any:
+    try:
+        return _declared_value(value, spec)
+    except WrongOutputError:
+        raise
+    except Exception as error:  # a model's arrays may be of any class and raise anything
+        raise WrongOutputError(
+            f"the model's result in output {spec.name!r} is not {_of(spec)}: {error}"
+        ) from None
+
+
 def _of_rows(specs: Sequence[TensorSpec], rows: list[Any]) -> Returned:
     """A list of results of a model that declares outputs."""
     wrong = _errors_in(rows)

@@ -33,7 +33,7 @@ Registration = Mapping[str, str]
 FIELDS: Final = (*ModelSettings.names(), *ModelKind.PLAIN.fields, *OPTIONAL_FIELDS)
 _SHOWN_CHARS_MAX: Final = 60
 _SPEC_FIELDS: Final = ("name", "datatype", "shape")
-_SPEC_OPTIONS: Final = ("text", "labels")  # are there if they are set
+_SPEC_OPTIONS: Final = ("text", "labels", "optional")  # are there if they are set
 
 
 def encode_registration(

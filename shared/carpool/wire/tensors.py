@@ -92,6 +92,7 @@ class TensorSpec:
         is an array of the shape (n, *shape).
     `text`: the elements of BYTES are str, and what is not UTF-8 is refused; else they are bytes, any bytes.
     `labels`: of an output of numbers, the names of its elements, in their order, for classification.
+    `optional`: of an input of a model that steps: a request may leave it out.
 
     Of an input, `buckets` are the sizes to which a dimension that varies is padded, so that requests of other
     sizes share a batch: a list, or for several such dimensions a dict of lists by axis. It is padded with
@@ -110,6 +111,7 @@ class TensorSpec:
     buckets: Any = ()  # as declared; then pairs of an axis and its sizes, both ascending
     lengths: str = ""
     cut: str = ""
+    optional: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _integers(self.shape, f"tensor {self.name!r}"))
@@ -125,6 +127,8 @@ class TensorSpec:
             )
         if type(self.text) is not bool or (self.text and self.datatype != "BYTES"):
             raise ValueError(f"tensor {self.name!r}: text must be True or False, and True only for BYTES")
+        if type(self.optional) is not bool:
+            raise ValueError(f"tensor {self.name!r}: optional must be True or False")
         labels = self.labels
         if not isinstance(labels, list | tuple) or any(type(label) is not str for label in labels):
             raise ValueError(f"tensor {self.name!r}: labels must be a list of texts")

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgpack
 
 from carpool.errors import ABORTED, INTERNAL
+from carpool.wire.tensors import TensorSpec
 from carpool_worker.model_process.failures import Observe, not_observed
 from carpool_worker.model_process.frames import Failure, pack_values, unpack_results
 from carpool_worker.model_process.loaded import RequestInfo
@@ -32,10 +33,17 @@ class Generation(StepRequest):
     )  # fmt: skip
 
     def __init__(
-        self, admit: Admit, body: Any, observe: Observe = not_observed, limit: ResultLimit | None = None
+        self,
+        admit: Admit,
+        body: Any,
+        observe: Observe = not_observed,
+        limit: ResultLimit | None = None,
+        outputs: Sequence[TensorSpec] = (),
     ) -> None:
         info = RequestInfo(*admit.request)
-        super().__init__(info.correlation_id, info.lane, info.fields, body, admit.cost, observe, limit, info)
+        super().__init__(
+            info.correlation_id, info.lane, info.fields, body, admit.cost, observe, limit, info, outputs
+        )
         self._admitted = (*info[:3], admit.cost)
         self.fields = dict(self.fields)
         self.key = admit.key

@@ -22,9 +22,11 @@ import numpy as np
 
 from carpool.errors import INTERNAL, AbortedError
 from carpool.model_settings import RESULT_BYTES_DEFAULT
-from carpool_worker.model_process.failures import Observe, failure_of, not_observed
+from carpool.wire.tensors import TensorSpec
+from carpool_worker.model_process.failures import Observe, WrongOutputError, failure_of, not_observed
 from carpool_worker.model_process.frames import Failure, pack_values, places_in, too_large, unpack_values
 from carpool_worker.model_process.loaded import RequestInfo
+from carpool_worker.model_process.outputs import declared_row
 from carpool_worker.model_process.stepping.chunks import text_array
 
 _PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
@@ -51,7 +53,8 @@ class StepRequest:
 
     An error in the use of these methods fails this request alone. None of them raises, except that `fail`
     passes on what says that the process cannot go on. Once the request has ended, for example because its
-    producer withdrew it, they have no effect.
+    producer withdrew it, they have no effect. `outputs`: those that the model declares, which each value that
+    it emits has.
     """
 
     __slots__ = (
@@ -63,6 +66,7 @@ class StepRequest:
         "_limit",
         "_observe",
         "_output",
+        "_outputs",
         "_overhead_bytes",
         "_packed",
         "body",
@@ -85,10 +89,12 @@ class StepRequest:
         observe: Observe = not_observed,
         limit: ResultLimit | None = None,
         info: RequestInfo | None = None,
+        outputs: Sequence[TensorSpec] = (),
     ) -> None:
         self._info = info or RequestInfo(correlation_id, lane, fields, cost=cost)
         self._observe = observe
         self._limit = limit or ResultLimit()
+        self._outputs = outputs
         self.correlation_id = correlation_id
         self.lane = lane
         self.fields = fields
@@ -155,7 +161,10 @@ class StepRequest:
 
         Empty, except if the process that generated it died, or if the model raised. Decoded at each call.
         """
-        return [text_array(value) for value in unpack_values(self._packed_chunks())]
+        values = unpack_values(self._packed_chunks())
+        if len(self._outputs) > 1:
+            return [{name: text_array(array) for name, array in value.items()} for value in values]
+        return [text_array(value) for value in values]
 
     @property
     def has_ended(self) -> bool:
@@ -168,11 +177,13 @@ class StepRequest:
             self._fail(INTERNAL, "the model emitted a value after it had finished the request")
             return
         try:
-            packed = _pack(value)
+            packed = self._pack(value)
             if len(self._packed) + len(packed) + self._overhead_bytes > self._limit.bytes_max:
                 self._fail_as_too_large()
                 return
             self._packed += packed
+        except WrongOutputError as error:
+            self._fail(INTERNAL, str(error))
         except Exception as error:  # a model's arrays may be of any class and raise anything
             self._fail(INTERNAL, f"{_UNSENDABLE}: {error}")
         else:
@@ -214,6 +225,10 @@ class StepRequest:
     def _fail_as_too_large(self) -> None:
         self.is_too_large = True
         self._fail(*too_large(self._limit.bytes_max))
+
+    def _pack(self, value: Any) -> bytes:
+        """A value as it is sent. Raises WrongOutputError if it is not as it is declared, and others."""
+        return _pack(declared_row(self._outputs, value) if self._outputs else value)
 
     def _packed_chunks(self) -> bytes:
         """`chunks` as a packed list."""
@@ -288,7 +303,7 @@ def _skip(generator: Iterator[Any], request: StepRequest) -> None:
     sent = request._packed_chunks()
     for index, place in enumerate(places_in(sent)):
         try:
-            is_same = _pack(next(generator)) == sent[place]
+            is_same = request._pack(next(generator)) == sent[place]
         except StopIteration:
             is_same = False
         if not is_same:

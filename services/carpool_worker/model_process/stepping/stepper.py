@@ -64,9 +64,12 @@ class Stepper:
 
     def admit(self, admit: Admit, payload: Buffer) -> None:
         """Take a request. `payload` is its body, as `Admit` says."""
-        generation = Generation(admit, _decode(admit, payload), self._observe, self._limit)
-        if type(generation.body) not in FIXED_TYPES:
-            generation.keep_body(partial(_decode, admit, payload))
+        model = self._model
+        is_map = len(model.inputs) > 1
+        body = _decode(admit, payload, is_map=is_map)
+        generation = Generation(admit, body, self._observe, self._limit, model.outputs)
+        if type(body) not in FIXED_TYPES:
+            generation.keep_body(partial(_decode, admit, payload, is_map=is_map))
         if self._model.cost is not None:
             self._find_cost(self._model.cost, generation)
         if admit.steps_alone:
@@ -281,9 +284,10 @@ class Stepper:
             )
 
 
-def _decode(admit: Admit, payload: Buffer) -> Any:
-    """The body, as passed to `validate`."""
+def _decode(admit: Admit, payload: Buffer, *, is_map: bool) -> Any:
+    """The body, as passed to `validate`. `is_map`: the model declares several inputs."""
     if admit.layouts:
-        return StackedItems(frames.unstack(admit.layouts, 1, payload)).item(0)
+        item = StackedItems(frames.unstack(admit.layouts, 1, payload)).item(0)
+        return {admit.layouts[0][0]: item} if is_map and len(admit.layouts) == 1 else item
     (body,) = frames.unpack_bodies(payload)
     return body
