@@ -14,7 +14,8 @@ from carpool import TensorSpec
 class Repeat:
     """Emits the numbers of its input one by one, each with its index.
 
-    Fields: `GATE`, a file for which it waits after the first one; `KILLS_AT`, where it ends its process once.
+    Fields: `GATE`, a file for which it waits after the first one; `KILLS_AT`, where it ends its process once;
+    `BURST`, how many it emits in a step.
     """
 
     max_batch_size = 64
@@ -36,7 +37,7 @@ class Repeat:
                 continue
             if str(at).encode() == request.fields.get("KILLS_AT") and request.delivery_count == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if at < len(numbers):
-                request.emit({"OUT": numbers[at : at + 1], "IDX": [at]})
-            else:
+            for index in range(at, min(len(numbers), at + int(request.fields.get("BURST", 1)))):
+                request.emit({"OUT": numbers[index : index + 1], "IDX": [index]})
+            if at >= len(numbers):
                 request.finish()
