@@ -457,7 +457,8 @@ def test_a_client_that_does_not_read_is_bounded(shared: Stack) -> None:
         stream = other.stream([repeating(5000, id="a", parameters={"BURST": 50})])
         first = next(stream)
         shared.wait_until_idle("Repeat")
-        *answers, last = [first, *stream]
+        answers: list[Any] = [first, *stream]
+        last = answers.pop()
     assert numbers_of(answers) == [("a", 100 + at, at) for at in range(len(answers))]
     assert "the stream is read too slowly" in last.error_message
     assert_forgotten(gateway, shared, "Repeat")

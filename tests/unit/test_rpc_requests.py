@@ -101,7 +101,7 @@ def test_what_no_client_writes_is_refused(data: bytes) -> None:
 
 # --- inputs ------------------------------------------------------------------------------------------------
 
-NUMBERS: Final = {
+NUMBERS: Final[dict[str, tuple[str, list[Any]]]] = {
     "BOOL": ("?", [True, False]),
     "INT8": ("b", [-128, 127]),
     "INT16": ("h", [-32768, 32767]),
@@ -116,10 +116,15 @@ NUMBERS: Final = {
 }
 
 
+def packed_numbers(datatype: str) -> tuple[bytes, list[Any]]:
+    """Two numbers of a datatype as raw data, and in a list."""
+    kind, values = NUMBERS[datatype]
+    return struct.pack(f"<2{kind}", *values), values
+
+
 @pytest.mark.parametrize("datatype", NUMBERS)
 def test_numbers_are_the_same_raw_and_in_contents(datatype: str) -> None:
-    kind, values = NUMBERS[datatype]
-    data = struct.pack(f"<2{kind}", *values)
+    data, values = packed_numbers(datatype)
     raw = decoded(message(("x", datatype, [1, 2], data)))
     typed = decoded(message(("x", datatype, [1, 2], values)))
     assert bytes(raw.inputs[0].data) == bytes(typed.inputs[0].data) == data  # type: ignore[arg-type]
@@ -253,8 +258,8 @@ def test_a_response_has_the_elements(datatype: str, binary: bool) -> None:
         data: Any = values
         raw = b"\1\0\0\0\xff\0\0\0\0"
     else:
-        kind, values = NUMBERS[datatype]
-        data = raw = struct.pack(f"<2{kind}", *values)
+        raw, values = packed_numbers(datatype)
+        data = raw
     response = encode_response("m", "", [OutputTensor("y", datatype, (1, 2), data, binary)] * 2, "3")
     found = Response.FromString(with_id(response, b"an ID"))
     assert (found.model_name, found.model_version, found.id) == ("m", "3", "an ID")

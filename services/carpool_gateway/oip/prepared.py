@@ -104,27 +104,17 @@ def _alike(
     return _AlikeResults(bytes(body[:-width]), len(body), bytes(response.parts[0]))
 
 
-class KeptRequests:
+class KeptRequests(dict[tuple[str, bytes, int], Prepared]):
     """Prepared requests with one input of numbers, by what they have in common with others: the name of the
-    model, all but the numbers, and a length. At most KEPT_MAX."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, bytes, int], Prepared] = {}
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def find(self, key: tuple[str, bytes, int], model: OfferedModel) -> Prepared | None:
-        """The request with this key, if it was prepared for this very model."""
-        prepared = self._kept.get(key)
-        return prepared if prepared is not None and prepared.model is model else None
+    model, all but the numbers, and a length. At most KEPT_MAX. One whose `model` is not the same object as
+    the model is out of date."""
 
     def add(self, key: tuple[str, bytes, int], prepared: Prepared) -> None:
         """Keep a request that has one input, of numbers whose length is all that has to suit."""
         prepared.keep()
-        if len(self._kept) >= KEPT_MAX:
-            self._kept.clear()
-        self._kept[key] = prepared
+        if len(self) >= KEPT_MAX:
+            self.clear()
+        self[key] = prepared
 
 
 class Preparer:
@@ -144,8 +134,8 @@ class Preparer:
         if not 0 < json_bytes <= min(JSON_BYTES_MAX, len(body)):
             return _fresh(model, body, header_length)
         key = (model.name, body[:json_bytes], len(body))
-        prepared = self._kept.find(key, model)
-        if prepared is not None:
+        prepared = self._kept.get(key)
+        if prepared is not None and prepared.model is model:
             return prepared, prepared.bodies_of(body[json_bytes:])
         prepared, bodies = _fresh(model, body, header_length)
         inputs = prepared.request.inputs

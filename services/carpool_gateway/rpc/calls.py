@@ -112,7 +112,8 @@ class Calls:
         """The handler of a call with one message, whose answer is what `work` returns."""
 
         async def handle(message: bytes, context: Any) -> bytes:
-            return await self._run(path, route, context, message, work)
+            answer: bytes = await self._run(path, route, context, message, work)
+            return answer
 
         return grpc.unary_unary_rpc_method_handler(handle)
 

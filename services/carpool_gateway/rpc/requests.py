@@ -147,8 +147,8 @@ class MessagePreparer:
             return _fresh(model, request)
         numbers = request.raw[0]
         key = (model.name, request.rest, len(numbers))
-        prepared = self._kept.find(key, model)
-        if prepared is not None:
+        prepared = self._kept.get(key)
+        if prepared is not None and prepared.model is model:
             return prepared, prepared.bodies_of(numbers)
         prepared, bodies = _fresh(model, request)
         if is_one_of_numbers(prepared.request.inputs):
