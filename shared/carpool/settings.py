@@ -126,7 +126,7 @@ OptionalRedisUrl = Annotated[
 ]
 ReadableFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_readable)]
 OptionalPort = Annotated[
-    int | None, BeforeValidator(lambda port: None if port == "" else port), Field(ge=0, le=65535)
+    Annotated[int, Field(ge=0, le=65535)] | None, BeforeValidator(lambda port: None if port == "" else port)
 ]
 Prefix = Annotated[str, AfterValidator(_prefix)]
 LogLevel = Literal["debug", "info", "warning", "error"]
