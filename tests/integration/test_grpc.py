@@ -13,9 +13,10 @@ from typing import Any, Final
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from carpool.keys import Keys
-from carpool_gateway.rpc.messages import CONTENTS, HEALTH, INFERENCE
+from carpool_gateway.rpc.messages import CONTENTS, HEALTH, INFERENCE, REFLECTIONS
 from support.http import call
 from support.rpc import Rpc, ids_and_errors, infer_request, outputs_of
 from support.stack import Service, Stack
@@ -146,6 +147,27 @@ def test_standard_health(rpc: Rpc) -> None:
     with pytest.raises(grpc.RpcError) as error:
         rpc.check("another")
     assert failure(error)[0] == "NOT_FOUND"
+
+
+def test_tools_can_ask_what_there_is(rpc: Rpc) -> None:
+    for own in REFLECTIONS:
+        asked = rpc.channel.stream_stream(
+            f"/{own.service}/ServerReflectionInfo",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=own["ServerReflectionResponse"].FromString,
+        )
+        names = (
+            {"list_services": "*"},
+            {"file_containing_symbol": INFERENCE.service},
+            {"file_by_filename": "x"},
+        )
+        questions = [own["ServerReflectionRequest"](**name) for name in names]
+        services, file, nothing = asked(iter(questions), timeout=EVENTUALLY_S)
+        listed = {one.name for one in services.list_services_response.service}
+        assert listed == {INFERENCE.service, HEALTH.service, *(one.service for one in REFLECTIONS)}
+        (described,) = file.file_descriptor_response.file_descriptor_proto
+        assert FileDescriptorProto.FromString(described) == INFERENCE.file
+        assert nothing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
 # --- infer -------------------------------------------------------------------------------------------------

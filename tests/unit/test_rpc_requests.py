@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +39,17 @@ def message(*inputs: tuple[str, str, list[int], Any], **fields: Any) -> Any:
 
 def decoded(request: Any) -> InferRequest:
     return decode_request(split(request.SerializeToString()))[0]
+
+
+def test_other_descriptions_of_these_messages_may_be_in_the_process() -> None:
+    """As tritonclient has them, in the pool that all share."""
+    file = descriptor_pb2.FileDescriptorProto.FromString(INFERENCE.file.SerializeToString())
+    file.name = "grpc_service.proto"
+    pool = descriptor_pool.Default()
+    pool.AddSerializedFile(file.SerializeToString())
+    theirs = message_factory.GetMessageClass(pool.FindMessageTypeByName("inference.ModelInferRequest"))
+    sent = theirs(model_name="m", id="7").SerializeToString()
+    assert (theirs is not Request, Request.FromString(sent).id) == (True, "7")
 
 
 # --- telling fields apart ----------------------------------------------------------------------------------
