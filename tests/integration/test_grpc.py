@@ -174,11 +174,12 @@ def test_tools_can_ask_what_there_is(rpc: Rpc) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 64, 1024])
-def test_rows_come_back_as_they_went(rpc: Rpc, rows: int) -> None:
+def test_rows_come_back_as_they_went(rpc: Rpc, gateway: Service, shared: Stack, rows: int) -> None:
     array = np.random.default_rng(rows).random((rows, 128), np.float32)
     for _ in range(3):  # the second time it is prepared already
         (found,) = rpc.infer("Noop", ("numbers", array), id="42").values()
         assert np.array_equal(found, array)
+    assert_forgotten(gateway, shared, "Noop")  # also of large answers
     response = rpc.method("ModelInfer")(
         infer_request("Noop", ("numbers", array), id="42"), timeout=EVENTUALLY_S
     )

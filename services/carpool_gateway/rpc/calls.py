@@ -31,6 +31,7 @@ _STATUSES: Final = {
     "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
 }
 _REQUEST_ID: Final = re.compile("[\x21-\x7e]{1,128}")
+LARGE_ANSWER_BYTES: Final = 64 * 1024
 _TIMEOUT_STEPS: Final = 16  # between a timeout and one that is twice as long
 
 
@@ -141,6 +142,8 @@ class Calls:
                 raise HttpError(503, "too many calls at a time: try again", headers=RETRY_AFTER)
             call.take(len(message))
             answer = await work(call, message)
+            if answer is not None and len(answer) > LARGE_ANSWER_BYTES:
+                self._hold_while_sent(context, len(answer))
             code = 200
         except Exception as error:
             failure = self.failure(error, call.request_id)
@@ -151,6 +154,11 @@ class Calls:
         finally:
             self.in_flight -= 1
             call.end(code)
+
+    def _hold_while_sent(self, context: Any, size: int) -> None:
+        """Count a large answer, which a client may read slowly, until its call has ended."""
+        self.memory.hold(size)
+        context.add_done_callback(lambda _: self.memory.release(size))
 
     def failure(self, error: Exception, request_id: str) -> HttpError:
         """What an exception is to a client. One that is neither HttpError nor CarpoolError is a mistake of
