@@ -581,13 +581,13 @@ def test_a_worker_that_is_killed_fails_no_call(rpc: Rpc, shared: Stack) -> None:
     shared.wait_for_model("SlowBatches")
     calls = [
         rpc.method("ModelInfer").future(json_request("SlowBatches", at), timeout=EVENTUALLY_S)
-        for at in range(40)
+        for at in range(20)
     ]
     wait_until(lambda: shared.pending("SlowBatches") > 0, description="a batch is executed")
     worker.kill()
     shared.worker("timed.py:SlowBatches", "--lease-ms", "600")
     assert [outputs_of(one.result(EVENTUALLY_S))["result"] for one in calls] == [
-        [str(at).encode()] for at in range(40)
+        [str(at).encode()] for at in range(20)
     ]
 
 
