@@ -318,7 +318,7 @@ def test_what_waits_is_withdrawn_when_nobody_wants_it(
             wait_until(lambda: waiting(shared, "Noting") >= 19, description="they wait")
             for one in calls if how != "disconnect" else ():
                 one.cancel()
-    wait_until(lambda: waiting(shared, "Noting") <= 1, description="they are withdrawn")
+    wait_until(lambda: not shared.redis.xlen(Keys("Noting").requests), description="they are withdrawn")
     gate.touch()
     assert holding.result(EVENTUALLY_S).model_name == "Noting"
     assert_forgotten(gateway, shared, "Noting")
