@@ -78,7 +78,10 @@ async def _serve(
     port = await service.start()
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     redis = without_password(settings.redis_url)
-    structlog.get_logger().info("gateway started", gateway=name, url=f"http://{host}:{port}", redis=redis)
+    also = {} if service.grpc_port is None else {"grpc": f"{host}:{service.grpc_port}"}
+    structlog.get_logger().info(
+        "gateway started", gateway=name, url=f"http://{host}:{port}", **also, redis=redis
+    )
     collect_garbage_rarely()
     await asyncio.to_thread(stop.wait)
     if not await service.stop():

@@ -1,20 +1,17 @@
-"""What the gateway serves: the table of its routes, and what is checked and counted for a request."""
+"""What the gateway serves over HTTP: the table of its routes, and what is checked for a request."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Final
 
-import structlog
-
 from carpool.errors import CarpoolError
 from carpool.spoken import CHAT, COMPLETIONS, EMBEDDINGS
+from carpool_gateway.access_log import GONE, AccessLog
 from carpool_gateway.answers import JSON_HEADER, HttpError, allow, http_error_of, method_not_allowed
 from carpool_gateway.credentials import ANYBODY, INFER, METRICS, Key, KeyRing
 from carpool_gateway.exchange import Exchange, Handler
-from carpool_gateway.meter import GatewayMetrics
 from carpool_gateway.native.handlers import NativeHandlers
 from carpool_gateway.openai.errors import error_answer
 from carpool_gateway.openapi import document
@@ -23,8 +20,6 @@ from carpool_gateway.routes import NO_SCOPE, Place, Route, Router
 from carpool_gateway.v1.handlers import OpenAIHandlers
 from carpool_gateway.v2.handlers import OpenInferenceHandlers
 
-_GONE: Final = 499  # what nginx logs for a client that went away
-_OF_CLIENTS: Final = (501, 505)  # what a client asked for that is not there
 _MODEL: Final = "/carpool/v1/models/{model}"
 _V2_MODEL: Final = "/v2/models/{model}"
 _V2_VERSION: Final = "/v2/models/{model}/versions/{version}"
@@ -112,14 +107,10 @@ class Gateway:
     """The application of the server. Raises HttpError, which the server answers, wherever a request cannot be
     served."""
 
-    def __init__(
-        self, *, router: Router, keys: KeyRing, metrics: GatewayMetrics, logs_all: bool, logs_debug: bool
-    ) -> None:
+    def __init__(self, router: Router, keys: KeyRing, access_log: AccessLog) -> None:
         self._router = router
         self._keys = keys
-        self._metrics = metrics
-        self._log = structlog.get_logger()
-        self._logs_all, self._logs_debug = logs_all, logs_debug
+        self._access_log = access_log
 
     def on_headers(self, exchange: Exchange) -> None:
         """The headers are complete: find the handler, and whether its caller may use it."""
@@ -151,26 +142,8 @@ class Gateway:
 
     def on_done(self, exchange: Exchange) -> None:
         """Count and log an answer."""
-        code = exchange.code if exchange.code and not exchange.is_gone else _GONE
-        took_us = int((time.monotonic() - exchange.started_s) * 1e6)
-        self._metrics.count_answer(exchange.route, code, took_us)
-        if code < 500 and not self._logs_all and not self._logs_debug:
-            return
-        figures = {
-            "method": exchange.method,
-            "path": exchange.path,
-            "code": code,
-            "took_ms": took_us / 1000,
-            "request": exchange.request_id,
-            "model": exchange.model,
-            "key": exchange.key_name,
-        }
-        if code >= 500 and code not in _OF_CLIENTS:
-            self._log.warning("answered", **figures)
-        elif self._logs_all:
-            self._log.info("answered", **figures)
-        else:
-            self._log.debug("answered", **figures)
+        code = exchange.code if exchange.code and not exchange.is_gone else GONE
+        self._access_log.add(exchange, code)
 
 
 def _other_method(exchange: Exchange, place: Place) -> Handler:

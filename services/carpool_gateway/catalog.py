@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import structlog
 
@@ -20,6 +21,8 @@ from carpool_gateway.redis_calls import RedisCalls
 
 AGE_S_MAX: Final = 1.0  # of what is known of a model
 _MODELS_MAX: Final = 10_000
+_MODELS_READ: Final = 16  # at a time: other clients need connections to Redis, too
+_Read = TypeVar("_Read")
 
 
 class Catalog:
@@ -110,8 +113,23 @@ class Catalog:
         names = [name.decode("utf-8", "replace") for name in flat[::2]]
         return ModelStatistics.of(dict(zip(names, flat[1::2], strict=True)))
 
-    async def index_entry(self, name: str) -> IndexEntry | None:
-        """The state of a model; None if it is not registered any more. Raises CarpoolErrors."""
+    async def all_statistics(self, names: Sequence[str]) -> dict[str, ModelStatistics]:
+        """The same of these models, without those of which nothing is known any more. Raises
+        CarpoolErrors."""
+        return dict(await _of_each(names, self._statistics_if_registered))
+
+    async def _statistics_if_registered(self, name: str) -> tuple[str, ModelStatistics] | None:
+        try:
+            return name, await self.statistics(name)
+        except (NotFoundError, InternalError):  # it was removed meanwhile, or what it declares cannot be read
+            return None
+
+    async def index(self, names: Sequence[str]) -> list[IndexEntry]:
+        """The states of these models, without those that are not registered any more. Raises
+        CarpoolErrors."""
+        return await _of_each(names, self._index_entry)
+
+    async def _index_entry(self, name: str) -> IndexEntry | None:
         try:
             version, is_ready = (await self.model(name)).version, await self.is_ready(name)
         except NotFoundError:
@@ -124,6 +142,17 @@ class Catalog:
         if await self._lookup.is_loading(keys):
             return IndexEntry(name, LOADING, "a worker is loading it", version)
         return IndexEntry(name, UNAVAILABLE, "no worker serves it now", version)
+
+
+async def _of_each(
+    names: Sequence[str], read: Callable[[str], Coroutine[Any, Any, _Read | None]]
+) -> list[_Read]:
+    """What is read of each model, in order; without those of which nothing is."""
+    found: list[_Read] = []
+    for start in range(0, len(names), _MODELS_READ):
+        together = await asyncio.gather(*map(read, names[start : start + _MODELS_READ]))
+        found += [of_model for of_model in together if of_model is not None]
+    return found
 
 
 def _texts(flat: list[bytes]) -> dict[str, str]:

@@ -27,6 +27,7 @@ ROUTES: Final = (
     "v2_model", "v2_config", "v2_ready", "v2_stats", "v2_index", "v2", "v2_health", "v1_models", "v1_model",
     "v1_completions", "v1_chat", "v1_embeddings", "v1_stream", "websocket", "websocket_outputs",
     "websocket_request", "healthz", "readyz", "metrics", "openapi", "none",
+    "grpc_infer", "grpc_stream", "grpc_stream_infer", "grpc_model", "grpc_server", "grpc_none",
 )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ class GatewayMetrics(CommonMetrics):
         """What is exported."""
         answers = CounterMetricFamily(
             "carpool_gateway_requests",
-            "Requests of HTTP that were answered, by route and status code; 499: the client went away before",
+            "Requests that were answered, by route and status code of HTTP; 499: the client went away before",
             labels=("route", "code"),
         )
         for (route, code), number in list(self._answers.items()):

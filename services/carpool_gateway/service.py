@@ -1,11 +1,11 @@
-"""The gateway service: a producer, the server, and how they start and stop. One event loop, one thread."""
+"""The gateway service: a producer, the servers, and how they start and stop. One event loop, one thread."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -13,6 +13,7 @@ from carpool.backoff import Backoff
 from carpool.client.producer import Producer
 from carpool.errors import CarpoolError
 from carpool.settings import GatewaySettings
+from carpool_gateway.access_log import AccessLog
 from carpool_gateway.app import Gateway, routes_of
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.credentials import KeyRing, is_loopback
@@ -26,6 +27,7 @@ from carpool_gateway.probes import Probes
 from carpool_gateway.redis_calls import RedisCalls
 from carpool_gateway.routes import Router
 from carpool_gateway.server import Server
+from carpool_gateway.tensor_requests import TensorRequests
 from carpool_gateway.v1.handlers import OpenAIHandlers
 from carpool_gateway.v1.infer import OpenAIInference
 from carpool_gateway.v2.generate import Generating
@@ -33,15 +35,20 @@ from carpool_gateway.v2.handlers import OpenInferenceHandlers
 from carpool_gateway.v2.infer import TensorInference
 from carpool_gateway.v2.streams import TensorStreams
 
+if TYPE_CHECKING:
+    from carpool_gateway.rpc.server import GrpcServer
+
 SILENCE_MAX_S: Final = 30.0  # of the event loop, which looks after itself twice a second
 _UPKEEP_S: Final = 0.5
 _CONNECT_S: Final = 2.0  # after which clients are told that there is no Redis
 
 
 class GatewayService:
-    """Serves all registered models over HTTP. Raises ValueError and OSError if the settings do not allow it.
+    """Serves all registered models over HTTP, and over gRPC if that has a port. Raises ValueError and OSError
+    if the settings do not allow it.
 
-    `unhealthy`, `unready` and `warnings` may be called on any thread.
+    `grpc_port`: once it has started; None without gRPC. `unhealthy`, `unready` and `warnings` may be called
+    on any thread.
     """
 
     def __init__(self, settings: GatewaySettings, metrics: GatewayMetrics, name: str) -> None:
@@ -83,45 +90,82 @@ class GatewayService:
                 default_timeout_s=default_timeout_s,
             ),
         )
-        inference = TensorInference(
+        tensors = TensorRequests(
             producer=self._producer, catalog=catalog, limits=limits, default_timeout_s=default_timeout_s
         )
-        streams = TensorStreams(self._producer, catalog, limits, default_timeout_s, inference.compute)
+        streams = TensorStreams(self._producer, catalog, limits, default_timeout_s, tensors.compute)
         v2 = OpenInferenceHandlers(
             producer=self._producer,
             catalog=catalog,
-            inference=inference,
+            inference=TensorInference(tensors, limits),
             generating=Generating(streams, limits),
             streams=streams,
             limits=limits,
             server_name=settings.server_name,
             origins=settings.origins,
         )
-        gateway = Gateway(
-            router=Router(routes_of(native, v1, v2, Probes(self, metrics))),
-            keys=self._keys,
-            metrics=metrics,
-            logs_all=settings.access_log,
-            logs_debug=settings.log_level == "debug",
+        access_log = AccessLog(
+            metrics, logs_all=settings.access_log, logs_debug=settings.log_level == "debug"
         )
+        gateway = Gateway(Router(routes_of(native, v1, v2, Probes(self, metrics))), self._keys, access_log)
         self._server = metrics.server = Server(gateway, limits, name)
+        self.grpc_port: int | None = None
+        self._grpc = None
+        if settings.grpc_port is not None:
+            self._grpc = self._grpc_server(catalog, tensors, streams, access_log, limits, v2.metadata)
         self._tasks: list[asyncio.Task[None]] = []
         self._awake_s = time.monotonic()
         self._is_connected = False
         self._keys_problem = ""
         self._log = structlog.get_logger()
 
+    def _grpc_server(
+        self,
+        catalog: Catalog,
+        tensors: TensorRequests,
+        streams: TensorStreams,
+        access_log: AccessLog,
+        limits: Limits,
+        metadata: bytes,
+    ) -> GrpcServer:
+        """The server of gRPC, whose packages need not be installed. Raises ValueError if they are not."""
+        try:
+            from carpool_gateway.rpc.calls import Calls  # noqa: PLC0415
+            from carpool_gateway.rpc.documents import Documents  # noqa: PLC0415
+            from carpool_gateway.rpc.server import GrpcServer  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"--grpc-port: the package {error.name} is missing; install Carpool with gRPC: pip install "
+                "'PATH[gateway,grpc]'"
+            ) from None
+        calls = Calls(
+            keys=self._keys,
+            access_log=access_log,
+            memory=self._server.memory,
+            limits=limits,
+            new_request_id=self._server.next_request_id,
+        )
+        documents = Documents(producer=self._producer, catalog=catalog, health=self, server_metadata=metadata)
+        return GrpcServer(calls, documents, self, tensors, streams)
+
     async def start(self) -> int:
-        """Connect to Redis, and listen; after a moment also without Redis. Returns the port. Raises
+        """Connect to Redis, and listen; after a moment also without Redis. Returns the port of HTTP. Raises
         OSError."""
         connecting = asyncio.ensure_future(self._connect())
         await asyncio.wait([connecting], timeout=_CONNECT_S)
         self._tasks = [connecting, asyncio.ensure_future(self._keep_up())]
-        return await self._server.listen(self._settings.host, self._settings.port)
+        port = await self._server.listen(self._settings.host, self._settings.port)
+        if self._grpc is not None:
+            self.grpc_port = await self._grpc.listen(self._settings.host, self._settings.grpc_port or 0)
+        return port
 
     async def stop(self) -> bool:
         """Drain: see `Server.drain`. Returns whether every request was answered."""
-        all_answered = await self._server.drain(self._settings.drain_s)
+        drain_s = self._settings.drain_s
+        draining = [self._server.drain(drain_s)]
+        if self._grpc is not None:
+            draining.append(self._grpc.drain(drain_s))
+        all_answered = all(await asyncio.gather(*draining))
         await asyncio.sleep(0)  # connections that were ended withdraw their requests
         for task in self._tasks:
             task.cancel()

@@ -125,6 +125,9 @@ OptionalRedisUrl = Annotated[
     str | None, BeforeValidator(lambda url: url or None), AfterValidator(lambda url: url and _usable_url(url))
 ]
 ReadableFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_readable)]
+OptionalPort = Annotated[
+    Annotated[int, Field(ge=0, le=65535)] | None, BeforeValidator(lambda port: None if port == "" else port)
+]
 Prefix = Annotated[str, AfterValidator(_prefix)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -445,13 +448,16 @@ class WorkerSettings(ModelSource, CommonSettings):
 
 
 class GatewaySettings(CommonSettings):
-    """Serve all models over HTTP.
+    """Serve all models over HTTP, and over gRPC if it has a port.
 
     Without a file of keys it listens on an address of this machine only.
     """
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one and logs it")
+    grpc_port: OptionalPort = Field(
+        None, description="port for gRPC clients of Triton and KServe; 0 picks a free one (default: none)"
+    )
     keys: ReadableFile = Field(
         None, description="TOML file of keys, of which each request needs one (default: none is needed)"
     )

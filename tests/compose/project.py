@@ -95,7 +95,13 @@ class Project:
         self.name = f"carpool-test-{secrets.token_hex(3)}"
         flags = [argument for file in ("docker-compose.yml", *files) for argument in ("-f", file)]
         self._command = [*compose(), "--project-name", self.name, *flags]
-        self._environment = {"REDIS_PORT": "0", "PROMETHEUS_PORT": "0", "GATEWAY_PORT": "0", **settings}
+        self._environment = {
+            "REDIS_PORT": "0",
+            "PROMETHEUS_PORT": "0",
+            "GATEWAY_PORT": "0",
+            "GRPC_PORT": "0",
+            **settings,
+        }
         self._since_s = time.time()
 
     def __enter__(self) -> Self:

@@ -146,6 +146,7 @@ def test_only_two_services_have_a_port_and_only_on_loopback(stack: Project) -> N
     }
     assert published == {
         ("gateway", "8000/tcp", "127.0.0.1"),
+        ("gateway", "8001/tcp", "127.0.0.1"),
         ("prometheus", "9090/tcp", "127.0.0.1"),
     }
 

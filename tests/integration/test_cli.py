@@ -33,6 +33,7 @@ from support.command import Done, carpool, clean_environment, running
 from support.forking import ForkedProcess, ForkServer
 from support.http import call
 from support.redis_client import redis_at
+from support.rpc import Rpc
 from support.stack import process_name
 from support.waiting import wait_until
 
@@ -194,7 +195,7 @@ def up(home: Path, *arguments: str, more: Mapping[str, str] = {}, fresh: bool = 
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """A stack for all tests that do not change it."""
-    with up(tmp_path_factory.mktemp("up"), "square", ECHO, fresh=True) as started:
+    with up(tmp_path_factory.mktemp("up"), "square", ECHO, "--grpc-port", "0", fresh=True) as started:
         yield started
 
 
@@ -218,6 +219,13 @@ def test_unknown_command_is_answered_with_one_line() -> None:
 
 
 # --- requests from a shell
+
+
+def test_the_address_of_grpc_is_printed(square: Up) -> None:
+    found = re.search(r"gRPC, for clients of Triton and KServe: (\S+)", square.text())
+    assert found is not None
+    with Rpc(found[1]) as rpc:
+        assert rpc.call("ModelReady", name="square").ready
 
 
 def test_infer_prints_the_result(square: Up) -> None:

@@ -13,10 +13,26 @@ from carpool_gateway.answers import HttpError
 from carpool_gateway.app import routes_of
 from carpool_gateway.meter import ROUTES
 from carpool_gateway.routes import Route, Router
+from carpool_gateway.rpc.server import GrpcServer
 
 TABLE = [*routes_of(*[cast(Any, MagicMock())] * 4)]
 ROUTER = Router(TABLE)
 HTTP = Path(__file__).parents[2] / "docs" / "http.md"
+
+
+def calls() -> list[tuple[str, str]]:
+    """The paths and routes of all calls of gRPC."""
+    found: list[tuple[str, str]] = []
+
+    class Recording:
+        def unary(self, path: str, route: str, work: object) -> None:
+            found.append((path, route))
+
+        stream = unary
+
+    others = [cast(Any, MagicMock())] * 4
+    GrpcServer(cast(Any, Recording()), *others)
+    return found
 
 
 def written(route: Route) -> str:
@@ -26,8 +42,10 @@ def written(route: Route) -> str:
 
 def test_metrics_know_the_names_of_all_routes() -> None:
     names = {route.name for route in TABLE}
+    of_http = {route for route in ROUTES if not route.startswith("grpc_")}
     # Which `infer` becomes, and a completion; messages of a WebSocket; what is found nowhere.
-    assert names | {"stream", "v1_stream", "websocket_request", "none"} == set(ROUTES)
+    assert names | {"stream", "v1_stream", "websocket_request", "none"} == of_http
+    assert {route for _, route in calls()} | {"grpc_stream_infer"} == set(ROUTES) - of_http
 
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")

@@ -18,6 +18,7 @@ from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import Limits
 from carpool_gateway.oip.prepared import Preparer
 from carpool_gateway.oip.responses import RowResult
+from carpool_gateway.tensor_requests import Asked, SentRows, TensorRequests
 from carpool_gateway.v2 import infer
 from support.oip import identity, packed, tensor, written
 
@@ -48,7 +49,8 @@ def test_a_mistake_in_a_response_is_logged_and_answered(size: int, monkeypatch: 
         exchange = Exchange(cast(Any, connection))
         exchange.request_id = "mine"
         prepared, bodies = Preparer().prepare(identity("FP32"), written(tensor([1.5])), None)
-        rows = infer._Rows(exchange, prepared, len(bodies), owner)
+        answer = partial(owner._respond, exchange, prepared)
+        rows = SentRows(answer, len(bodies), cast(Any, None))
         rows.put(0, RowResult("OK", "application/msgpack", bytes(size)))
         while not connection.answers:
             await asyncio.sleep(0)
@@ -63,12 +65,12 @@ def test_a_mistake_in_a_response_is_logged_and_answered(size: int, monkeypatch: 
 def test_nothing_of_a_request_is_left_to_the_garbage_collector(rows: int, ends: str) -> None:
     """Given requests that ended, expect that they are freed at once: the collector runs rarely, and then
     holds up all others."""
-    owner, sent = a_gateway(), list[Any]()
-    owner._producer = cast(Any, SimpleNamespace(packer=Sent(sent)))
+    sent = list[Any]()
+    owner = a_gateway(SimpleNamespace(packer=Sent(sent)))
     exchange = Exchange(cast(Any, Recording()))
     body = written({"name": "x", "datatype": "FP32", "shape": [rows, 1], "data": [1.5] * rows})
     prepared, bodies = Preparer().prepare(identity("FP32"), body, None)
-    asked = infer.Asked(ANYBODY, {})
+    asked = Asked(ANYBODY, {})
     owner._send(asked, exchange, cast(Any, None), prepared, bodies)
     results = [packed(np.array([1.5], np.float32))] * rows
     if ends == "failed":
@@ -103,13 +105,12 @@ class Sent:
         assert target in self._targets
 
 
-def a_gateway() -> infer.TensorInference:
-    return infer.TensorInference(
-        producer=cast(Any, None),
-        catalog=cast(Any, None),
-        limits=Limits(),
-        default_timeout_s=1.0,
+def a_gateway(producer: Any = None) -> infer.TensorInference:
+    limits = Limits()
+    requests = TensorRequests(
+        producer=producer, catalog=cast(Any, None), limits=limits, default_timeout_s=1.0
     )
+    return infer.TensorInference(requests, limits)
 
 
 def _raise(error: Exception, *_: Any) -> None:

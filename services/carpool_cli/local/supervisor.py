@@ -69,8 +69,8 @@ class ServiceEndedError(StartError):
 class StackPlan:
     """What to run. `models` and `options` are written as for a worker. `replicas` and `device`: None for what
     a file of models declares, or else the defaults. The batcher has `http_port`, and the workers have the
-    ports after it. `gateway_port`: 0 for any, None for no gateway. `logs` is a directory, or None for
-    standard error."""
+    ports after it. `gateway_port`: 0 for any, None for no gateway; `grpc_port`: likewise, of the gateway for
+    gRPC. `logs` is a directory, or None for standard error."""
 
     models: Sequence[str]
     redis_url: str | None = None
@@ -84,6 +84,7 @@ class StackPlan:
     log_level: str = "info"
     http_port: int | None = None
     gateway_port: int | None = None
+    grpc_port: int | None = None
     policies: Sequence[str] = ()
     logs: Path | None = None
 
@@ -223,6 +224,8 @@ class GatewayService(Service):
     def __init__(self, port: int, plan: StackPlan, environment: Mapping[str, str]) -> None:
         self._takes_any_port = port == 0
         self.port = port or (GATEWAY_PORT if is_free(GATEWAY_PORT) else free_port())
+        self._takes_any_grpc_port = plan.grpc_port == 0
+        self.grpc_port = plan.grpc_port
         self._starts = 1
         self.serving = False
         self._flags = ["carpool_gateway", "--host", HOST, "--drain-s", str(plan.drain_s)]
@@ -232,8 +235,16 @@ class GatewayService(Service):
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
+    @property
+    def grpc_address(self) -> str:
+        """Where gRPC is served; empty if it is not."""
+        return "" if self.grpc_port is None else f"{HOST}:{self.grpc_port}"
+
     def start(self) -> None:
-        self._argv = [*self._flags, "--port", str(self.port)]
+        if self._takes_any_grpc_port:
+            self.grpc_port = free_port()
+        grpc = [] if self.grpc_port is None else ["--grpc-port", str(self.grpc_port)]
+        self._argv = [*self._flags, "--port", str(self.port), *grpc]
         super().start()
 
     def start_elsewhere(self) -> bool:

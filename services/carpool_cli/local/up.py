@@ -22,6 +22,7 @@ from carpool.settings import (
     Listed,
     LogLevel,
     ModelSource,
+    OptionalPort,
     Policies,
     Prefix,
     RedisSettings,
@@ -99,6 +100,9 @@ class UpSettings(ModelSource, RedisSettings):
         le=65535,
         description="port of the gateway; 0: any free one (default: 8000 if free, else another)",
     )
+    grpc_port: OptionalPort = Field(
+        None, description="port of the gateway for gRPC; 0: any free one (default: none)"
+    )
     reload: bool = Field(
         False,
         description="for development: when a file of a model changes, load it again: its own, a module "
@@ -151,6 +155,7 @@ class UpSettings(ModelSource, RedisSettings):
             log_level=self.log_level,
             http_port=self.http_port,
             gateway_port=self._gateway_port(),
+            grpc_port=self.grpc_port,
             policies=self.policies,
         )
 
@@ -272,6 +277,8 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
         if not is_known(worker.model, worker.inputs, worker.spoken):
             screen.print(f'  (In place of "{TEXT}", send what {worker.model} takes.)')
         screen.print()
+    if supervisor.gateway and supervisor.gateway.grpc_address:
+        screen.print(f"gRPC, for clients of Triton and KServe: {supervisor.gateway.grpc_address}\n")
     if settings.gateway and not supervisor.gateway:
         screen.print(
             "Without HTTP: for curl, install Carpool with its gateway: pip install 'PATH[gateway]'\n"

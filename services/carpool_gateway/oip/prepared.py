@@ -1,14 +1,14 @@
 """Infer requests from decoding to response. Those that differ in their numbers alone are decoded and planned
 once.
 
-A program sends the same JSON with each request, and other numbers as binary data. What the JSON decides for a
-model is kept, as is the beginning of the response. Only requests with one input of numbers are alike in this
-way; all others take the whole way each time.
+A program sends the same JSON, or the same fields of a message, with each request, and other numbers as binary
+data. What these decide for a model is kept, as is the beginning of the response. Only requests with one input
+of numbers are alike in this way; all others take the whole way each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from carpool.errors import OK
@@ -17,7 +17,7 @@ from carpool.parts import Buffer
 from carpool.rows import Rows
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import Plan, plan
-from carpool_gateway.oip.requests import InferRequest, decode_request
+from carpool_gateway.oip.requests import InferRequest, InputTensor, decode_request
 from carpool_gateway.oip.responses import OutputTensor, Response, RowResult, encode_response, join_results
 
 JSON_BYTES_MAX: Final = 1024  # of a request that is kept
@@ -25,35 +25,42 @@ KEPT_MAX: Final = 1024
 _LENGTH_DIGITS_MAX: Final = 4  # of a number up to JSON_BYTES_MAX
 
 
+Encode = Callable[[str, str, Sequence[OutputTensor], str], Response]
+"""As `responses.encode_response`."""
+
+
 class _AlikeResults(NamedTuple):
-    """Results that differ in the numbers behind `head` alone, and the JSON of the response with them."""
+    """Results that differ in the numbers behind `head` alone, and what is before these in the response."""
 
     head: bytes
     body_bytes: int
-    json: bytes
+    before: bytes
 
     def response(self, results: Sequence[RowResult]) -> Response | None:
         """The response, if the results are such ones."""
-        head, body_bytes, json = self
-        parts: list[Buffer] = [json]
+        head, body_bytes, before = self
+        parts: list[Buffer] = [before]
         start = len(head)
         for status, content_type, body, _ in results:
             is_alike = len(body) == body_bytes and status == OK and content_type == MSGPACK
             if not is_alike or body[:start] != head:
                 return None
             parts.append(body[start:])
-        return Response(parts, len(json))
+        return Response(parts, len(before))
 
 
 class Prepared:
     """A request for a model: what is to be sent, and how its response is made."""
 
-    __slots__ = ("_alike", "_is_kept", "model", "plan", "request")
+    __slots__ = ("_alike", "_encode", "_is_kept", "model", "plan", "request")
 
-    def __init__(self, model: OfferedModel, request: InferRequest, planned: Plan) -> None:
+    def __init__(
+        self, model: OfferedModel, request: InferRequest, planned: Plan, encode: Encode = encode_response
+    ) -> None:
         self.model = model
         self.request = request
         self.plan = planned
+        self._encode = encode
         self._alike: _AlikeResults | None = None
         self._is_kept = False
 
@@ -65,8 +72,8 @@ class Prepared:
         assert isinstance(bodies, Rows)
         self.plan = self.plan._replace(bodies=Rows(bodies.head, b"", bodies.width))
 
-    def bodies_of(self, numbers: bytes) -> Rows:
-        """The bodies of a request with this JSON and these numbers."""
+    def bodies_of(self, numbers: bytes | memoryview) -> Rows:
+        """The bodies of a request that is alike, but for these numbers."""
         kept = self.plan.bodies
         assert isinstance(kept, Rows)
         return Rows(kept.head, numbers, kept.width)
@@ -76,7 +83,7 @@ class Prepared:
         if self._alike is not None and (response := self._alike.response(results)) is not None:
             return response
         outputs = join_results(self.model, self.plan, results)
-        response = encode_response(self.model.name, self.request.id, outputs, self.model.version)
+        response = self._encode(self.model.name, self.request.id, outputs, self.model.version)
         if self._is_kept:
             self._alike = _alike(outputs, results, response)
         return response
@@ -97,11 +104,24 @@ def _alike(
     return _AlikeResults(bytes(body[:-width]), len(body), bytes(response.parts[0]))
 
 
+class KeptRequests(dict[tuple[str, bytes, int], Prepared]):
+    """Prepared requests with one input of numbers, by what they have in common with others: the name of the
+    model, all but the numbers, and a length. At most KEPT_MAX. One whose `model` is not the same object as
+    the model is out of date."""
+
+    def add(self, key: tuple[str, bytes, int], prepared: Prepared) -> None:
+        """Keep a request that has one input, of numbers whose length is all that has to suit."""
+        prepared.keep()
+        if len(self) >= KEPT_MAX:
+            self.clear()
+        self[key] = prepared
+
+
 class Preparer:
-    """Prepares requests. Keeps at most KEPT_MAX of them."""
+    """Prepares requests of HTTP."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, bytes, int], Prepared] = {}
+        self._kept = KeptRequests()
 
     def prepare(
         self, model: OfferedModel, body: bytes, header_length: bytes | None
@@ -118,11 +138,9 @@ class Preparer:
         if prepared is not None and prepared.model is model:
             return prepared, prepared.bodies_of(body[json_bytes:])
         prepared, bodies = _fresh(model, body, header_length)
-        if _is_one_of_numbers(prepared.request):
-            prepared.keep()
-            if len(self._kept) >= KEPT_MAX:
-                self._kept.clear()
-            self._kept[key] = prepared
+        inputs = prepared.request.inputs
+        if is_one_of_numbers(inputs) and "binary_data_size" in inputs[0].parameters:
+            self._kept.add(key, prepared)
         return prepared, bodies
 
 
@@ -134,9 +152,6 @@ def _fresh(
     return Prepared(model, request, planned), planned.bodies
 
 
-def _is_one_of_numbers(request: InferRequest) -> bool:
-    """Whether it has one input, whose data nothing but its length has to suit."""
-    if len(request.inputs) != 1:
-        return False
-    _, datatype, _, data, parameters = request.inputs[0]
-    return "binary_data_size" in parameters and datatype not in ("BOOL", "BYTES") and len(data) > 0
+def is_one_of_numbers(inputs: Sequence[InputTensor]) -> bool:
+    """Whether this is one input, whose binary data nothing but its length has to suit."""
+    return len(inputs) == 1 and inputs[0].datatype not in ("BOOL", "BYTES") and len(inputs[0].data) > 0

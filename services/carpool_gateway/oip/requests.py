@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -33,7 +33,7 @@ _TIMEOUT_US_MAX: Final = (1 << 63) - 1
 _RESERVED: Final = frozenset(
     {"binary_data_output", "headers", "priority", "sequence_end", "sequence_id", "sequence_start", "timeout"}
 )
-_NO_PARAMETERS: Final[Mapping[str, Scalar]] = {}
+NO_PARAMETERS: Final[Mapping[str, Scalar]] = {}
 
 
 class InputTensor(NamedTuple):
@@ -43,7 +43,7 @@ class InputTensor(NamedTuple):
     datatype: str
     shape: tuple[int, ...]
     data: Data
-    parameters: Mapping[str, Scalar] = _NO_PARAMETERS
+    parameters: Mapping[str, Scalar] = NO_PARAMETERS
 
 
 class RequestedOutput(NamedTuple):
@@ -72,7 +72,7 @@ class InferRequest(NamedTuple):
     sequence_end: bool = False
     priority: int | None = None
     timeout_us: int | None = None
-    parameters: Mapping[str, Scalar] = _NO_PARAMETERS
+    parameters: Mapping[str, Scalar] = NO_PARAMETERS
 
 
 def decode_request(body: bytes, header_length: bytes | None = None) -> InferRequest:
@@ -87,13 +87,18 @@ def decode_request(body: bytes, header_length: bytes | None = None) -> InferRequ
     text = body if json_bytes == len(body) else body[:json_bytes]
     check_json(text)
     written = _read(text)
-    _check_sizes(written)
+    check_sizes(written.inputs, written.outputs or (), written.parameters or ())
     inputs = _inputs(written, memoryview(body)[json_bytes:])
-    parameters = written.parameters or _NO_PARAMETERS
-    binary_output = _flag(parameters, "binary_data_output")
+    parameters = written.parameters or NO_PARAMETERS
+    binary_output = wants_binary_output(parameters)
     outputs = None
     if written.outputs:
-        outputs = tuple([_output(output, binary_output) for output in written.outputs])
+        outputs = tuple(
+            [
+                requested_output(output.name, output.parameters or NO_PARAMETERS, binary_output)
+                for output in written.outputs
+            ]
+        )
     return request_of(written.id or "", inputs, parameters, outputs, binary_output=binary_output)
 
 
@@ -121,9 +126,8 @@ def request_of(
     )
 
 
-def _check_sizes(written: _Request | _ParsedRequest) -> None:
+def check_sizes(inputs: Sized, outputs: Sized, parameters: Sized) -> None:
     """Raise TooLargeError if there are more names than can be read without holding up others."""
-    inputs, outputs, parameters = written.inputs, written.outputs or (), written.parameters or ()
     for name, given in (("inputs", inputs), ("outputs", outputs), ("parameters", parameters)):
         if len(given) > NAMES_MAX:
             raise TooLargeError(f"{name}: the request has {len(given)}, and may have {NAMES_MAX}")
@@ -239,9 +243,9 @@ def _checked_input(value: Any, of: str) -> _ParsedInput:
     name, datatype = _text(tensor, "name", of), _text(tensor, "datatype", of)
     shape = _list(tensor, "shape", of)
     if any(type(size) is not int for size in shape):
-        raise ProtocolError(f"{_called(name)}: shape must be a list of whole numbers")
+        raise ProtocolError(f"{called(name)}: shape must be a list of whole numbers")
     data = tensor.get("data", _NO_DATA)
-    return _ParsedInput(name, datatype, shape, data, _parameters(tensor, _called(name)))
+    return _ParsedInput(name, datatype, shape, data, _parameters(tensor, called(name)))
 
 
 _NO_DATA: Final = object()
@@ -280,7 +284,8 @@ def _parameters(fields: Mapping[str, Any], of: str) -> dict[str, Scalar] | None:
 # --- what is written -> a request --------------------------------------------------------------------------
 
 
-def _called(name: str) -> str:
+def called(name: str) -> str:
+    """What an input is called in errors."""
     return f"input {name!r:.60}"
 
 
@@ -288,14 +293,12 @@ def _inputs(written: _Request | _ParsedRequest, binary: memoryview) -> tuple[Inp
     inputs: list[InputTensor] = []
     at = texts = 0
     for of_input in written.inputs:
-        of = _called(of_input.name)
-        if of_input.datatype not in DATATYPES:
-            raise ProtocolError(f"{of}: datatype {of_input.datatype!r:.40} is not one of {_ALL_DATATYPES}")
-        count = _count(of_input.shape, of)
+        of = called(of_input.name)
+        count = count_elements(of_input.datatype, of_input.shape, of)
         if of_input.datatype == "BYTES":
             texts += count
             check_texts(texts)
-        parameters = of_input.parameters or _NO_PARAMETERS
+        parameters = of_input.parameters or NO_PARAMETERS
         size = parameters.get("binary_data_size")
         if "shared_memory_region" in parameters:
             raise ProtocolError(f"{of}: shared memory is not offered: send data, or binary data")
@@ -333,8 +336,11 @@ def _from_json(of_input: _Input | _ParsedInput, count: int, of: str) -> Data:
     return from_list(of_input.data, of_input.datatype, count, of)
 
 
-def _count(shape: list[int], of: str) -> int:
-    """The number of elements of a shape. Raises ProtocolError for one that no tensor can have."""
+def count_elements(datatype: str, shape: list[int], of: str) -> int:
+    """The number of elements of a shape. Raises ProtocolError for one that no tensor can have, and for an
+    unknown datatype."""
+    if datatype not in DATATYPES:
+        raise ProtocolError(f"{of}: datatype {datatype!r:.40} is not one of {_ALL_DATATYPES}")
     if len(shape) > MAX_DIMENSIONS:
         raise ProtocolError(f"{of}: shape has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are possible")
     if min(shape, default=0) < 0:
@@ -351,15 +357,21 @@ def _shown(shape: list[int]) -> str:
     return "[" + ", ".join("..." if abs(size) > 1 << 64 else str(size) for size in shape) + "]"
 
 
-def _output(written: _Output, binary_output: bool) -> RequestedOutput:
-    of, parameters = f"output {written.name!r:.60}", written.parameters or _NO_PARAMETERS
+def wants_binary_output(parameters: Mapping[str, Scalar], *, default: bool = False) -> bool:
+    """Whether outputs are binary data that do not say it themselves. Raises ProtocolError."""
+    return _flag(parameters, "binary_data_output", default=default)
+
+
+def requested_output(name: str, parameters: Mapping[str, Scalar], binary_output: bool) -> RequestedOutput:
+    """An output with its parameters. Raises ProtocolError."""
+    of = f"output {name!r:.60}"
     if "shared_memory_region" in parameters:
         raise ProtocolError(f"{of}: shared memory is not offered")
     binary = _flag(parameters, "binary_data", of, default=binary_output)
     classes = _whole_number(parameters, "classification", MAX_ITEMS, of)
     if "classification" in parameters and classes == 0:
         raise ProtocolError(f"{of}: classification must be 1 or more")
-    return RequestedOutput(written.name, binary, classes)
+    return RequestedOutput(name, binary, classes)
 
 
 def _flag(parameters: Mapping[str, Scalar], name: str, of: str = "", *, default: bool = False) -> bool:

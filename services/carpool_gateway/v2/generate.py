@@ -22,7 +22,7 @@ from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import Limits
 from carpool_gateway.oip.generate import GenerateRequest, decode_generate, encode_generate, encode_whole
 from carpool_gateway.oip.models import OfferedModel
-from carpool_gateway.v2.infer import LARGE_JSON_BYTES, Asked
+from carpool_gateway.tensor_requests import LARGE_JSON_BYTES, Asked
 from carpool_gateway.v2.streams import Outputs, Responses, TensorStreams, is_large_json
 
 _CONTENT_TYPE: Final = b"text/event-stream; charset=utf-8"  # Triton's clients compare all of it

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
-from typing import Any, Final, TypeVar
 
 from carpool.client.producer import Producer
-from carpool.errors import InternalError, NotFoundError
-from carpool.wire.statistics import ModelStatistics
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.content_encoding import check_encoding, decompress
@@ -20,18 +16,16 @@ from carpool_gateway.limits import Limits
 from carpool_gateway.oip import documents
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.options import options_of
+from carpool_gateway.tensor_requests import Asked
 from carpool_gateway.v2.generate import Generating
-from carpool_gateway.v2.infer import Asked, TensorInference, check_version
+from carpool_gateway.v2.infer import TensorInference, check_version
 from carpool_gateway.v2.sockets import OutputRequests, Requests
 from carpool_gateway.v2.streams import TensorStreams
 from carpool_gateway.websocket import WebSocket, accept
 
-_MODELS_READ: Final = 16  # at a time: other clients need connections to Redis, too
-_Read = TypeVar("_Read")
-
 
 class OpenInferenceHandlers:
-    """The handlers of `/v2`. What finds one raises HttpError and CarpoolErrors."""
+    """The handlers of `/v2`. What finds one raises HttpError and CarpoolErrors. `metadata`: of the server."""
 
     def __init__(
         self,
@@ -52,7 +46,7 @@ class OpenInferenceHandlers:
         self._streams = streams
         self._origins = origins
         self._limits = limits
-        self._metadata = documents.server_metadata(server_name, metadata.version("carpool"))
+        self.metadata = documents.server_metadata(server_name, metadata.version("carpool"))
 
     def handler_for_infer(self, exchange: Exchange, key: Key) -> Handler:
         """Of a request of tensors."""
@@ -96,7 +90,7 @@ class OpenInferenceHandlers:
 
     def server_metadata(self, exchange: Exchange) -> None:
         """What the server is."""
-        exchange.respond(200, JSON_HEADER, self._metadata)
+        exchange.respond(200, JSON_HEADER, self.metadata)
 
     async def model_metadata(self, exchange: Exchange) -> None:
         """The inputs and outputs of a model."""
@@ -133,8 +127,8 @@ class OpenInferenceHandlers:
         return partial(self._answer_all_statistics, key)
 
     async def _answer_all_statistics(self, key: Key, exchange: Exchange) -> None:
-        found = await self._of_each(key, self._statistics_if_registered)
-        exchange.respond(200, JSON_HEADER, documents.model_statistics(dict(found)))
+        found = await self._catalog.all_statistics(await self._names(key))
+        exchange.respond(200, JSON_HEADER, documents.model_statistics(found))
 
     def handler_for_index(self, exchange: Exchange, key: Key) -> Handler:
         """Of the states of all models that the key is for. Raises HttpError."""
@@ -144,25 +138,11 @@ class OpenInferenceHandlers:
     async def _answer_index(self, key: Key, exchange: Exchange) -> None:
         await decompress(exchange, self._limits)
         ready_only = documents.decode_index_request(exchange.body)
-        entries = await self._of_each(key, self._catalog.index_entry)
+        entries = await self._catalog.index(await self._names(key))
         exchange.respond(200, JSON_HEADER, documents.repository_index(entries, ready_only=ready_only))
 
-    async def _of_each(
-        self, key: Key, read: Callable[[str], Coroutine[Any, Any, _Read | None]]
-    ) -> list[_Read]:
-        """What is read of each model, in order; without those of which nothing is."""
-        names = [name for name in await self._producer.models() if key.is_for(name)]
-        found: list[_Read] = []
-        for start in range(0, len(names), _MODELS_READ):
-            together = await asyncio.gather(*map(read, names[start : start + _MODELS_READ]))
-            found += [of_model for of_model in together if of_model is not None]
-        return found
-
-    async def _statistics_if_registered(self, name: str) -> tuple[str, ModelStatistics] | None:
-        try:
-            return name, await self._catalog.statistics(name)
-        except (NotFoundError, InternalError):  # it was removed meanwhile, or what it declares cannot be read
-            return None
+    async def _names(self, key: Key) -> list[str]:
+        return [name for name in await self._producer.models() if key.is_for(name)]
 
 
 def _asked(exchange: Exchange, key: Key) -> Asked:

@@ -39,7 +39,7 @@ from carpool_gateway.oip.json_text import parse
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.requests import decode_request, request_of
 from carpool_gateway.oip.responses import encode_response
-from carpool_gateway.v2.infer import LARGE_JSON_BYTES, Asked
+from carpool_gateway.tensor_requests import LARGE_JSON_BYTES, Asked
 from carpool_gateway.v2.streams import Outputs, TensorStreams, is_large_json
 from carpool_gateway.websocket import WebSocket
 

@@ -36,7 +36,7 @@ from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import Plan, plan
 from carpool_gateway.oip.requests import InferRequest
 from carpool_gateway.oip.responses import OutputTensor, RowResult, join_results, responses_of_chunk
-from carpool_gateway.v2.infer import LARGE_JSON_BYTES, Asked, row_options
+from carpool_gateway.tensor_requests import LARGE_JSON_BYTES, Asked, row_options
 
 Outputs = Sequence[OutputTensor]
 _T = TypeVar("_T")

@@ -1,0 +1,265 @@
+"""Requests of tensors: rows out, the results of all of them back.
+
+Each row of a request's batch is a request of the model, and all rows share a packed entry. What becomes of
+them is told once, by the callback that reads the last result, so a request needs no task. If one row fails,
+that is told at once, and the other rows are withdrawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+from carpool.client.entries import Channel, Encoded
+from carpool.client.options import RequestOptions, read_options
+from carpool.client.producer import Producer
+from carpool.client.sinks import Envelope, Sink
+from carpool.errors import OK, CarpoolError, InvalidArgumentError, NotFoundError
+from carpool.messages.results import ResultColumns
+from carpool.rows import Rows
+from carpool_gateway.catalog import Catalog
+from carpool_gateway.credentials import Key, now_s
+from carpool_gateway.limits import Limits
+from carpool_gateway.oip import documents
+from carpool_gateway.oip.errors import ProtocolError
+from carpool_gateway.oip.models import OfferedModel
+from carpool_gateway.oip.plans import Plan
+from carpool_gateway.oip.prepared import Prepared
+from carpool_gateway.oip.requests import InferRequest
+from carpool_gateway.oip.responses import RowResult
+
+LARGE_JSON_BYTES: Final = 64 * 1024  # decoding takes 0.4 ms
+LARGE_TEXTS_BYTES: Final = 256 * 1024  # of BYTES in binary data: with 4 bytes each, decoding takes 9 ms
+_LARGE_COMPRESSED_BYTES: Final = 16 * 1024  # takes 0.2 ms
+_ENTRY_ROWS_MIN: Final = 8  # of a request; fewer share an entry with those of other requests
+_T = TypeVar("_T")
+
+Answer = Callable[[Sequence[RowResult]], None]
+"""Takes the results of all rows, or only the one that failed."""
+
+
+class Asked(NamedTuple):
+    """Who asks, and for what beside the tensors."""
+
+    key: Key
+    options: RequestOptions
+
+
+class TensorRequests:
+    """Sends the rows of requests. `default_timeout_s`: of requests that name none."""
+
+    def __init__(
+        self, *, producer: Producer, catalog: Catalog, limits: Limits, default_timeout_s: float
+    ) -> None:
+        self._producer = producer
+        self._catalog = catalog
+        self._limits = limits
+        self._default_timeout_s = default_timeout_s
+        self._sink = _RowSink()
+        self._pool = ThreadPoolExecutor(1, "large-tensors")
+
+    def used_lately(self, name: str) -> tuple[OfferedModel, Channel] | None:
+        """A model and its channel, if nothing has to be looked up."""
+        model, channel = self._catalog.known(name), self._producer.channels.get(name)
+        return None if model is None or channel is None else (model, channel)
+
+    async def find(self, name: str) -> tuple[OfferedModel, Channel]:
+        """A model and its channel. Raises CarpoolErrors."""
+        model = await self._catalog.model(name)
+        return model, self._producer.channels.get(name) or await self._open_channel(name)
+
+    async def _open_channel(self, name: str) -> Channel:
+        try:
+            return await self._producer.open_channel(name, self._default_timeout_s)
+        except NotFoundError:
+            raise documents.unknown_model(name) from None
+
+    async def compute(self, work: Callable[[], _T]) -> _T:
+        """The result of what takes long, from another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def send(
+        self,
+        asked: Asked,
+        channel: Channel,
+        prepared: Prepared,
+        bodies: Rows | list[bytes],
+        answer: Answer,
+    ) -> SentRows:
+        """Send the rows. `answer` is called once, unless they are withdrawn before; at once if there is none.
+        Raises HttpError and CarpoolErrors, and then has sent nothing."""
+        count = len(bodies)
+        asked.key.count(count or 1, now_s())
+        timeout_s, fields = row_options(
+            asked.options,
+            prepared.request,
+            prepared.plan.accept,
+            prepared.plan.fields,
+            self._limits,
+            self._default_timeout_s,
+        )
+        rows = SentRows(answer, count, self._producer)
+        try:
+            self._add(channel, prepared.plan.content_type, bodies, fields, timeout_s, rows)
+        except BaseException:
+            rows.withdraw()
+            raise
+        if not rows.targets:
+            rows.finish()
+        return rows
+
+    def _add(
+        self,
+        channel: Channel,
+        content_type: str,
+        bodies: Rows | list[bytes],
+        fields: Mapping[str, Any],
+        timeout_s: float,
+        rows: SentRows,
+    ) -> None:
+        """Add each row to an entry."""
+        packer = self._producer.packer
+        if not isinstance(bodies, Rows):
+            for element, target in zip(bodies, rows.targets, strict=True):
+                body = (content_type, b"", element)
+                rows.names.append(packer.add(channel, body, fields, timeout_s, self._sink, target))
+            return
+        head, data, width = bodies.head, bodies.data, bodies.width
+        count = len(rows.targets)
+        if count < _ENTRY_ROWS_MIN:
+            for at, target in enumerate(rows.targets):
+                body = (content_type, head, bytes(data[at * width : (at + 1) * width]))
+                rows.names.append(packer.add(channel, body, fields, timeout_s, self._sink, target))
+            return
+        step = channel.rows_max(len(head) + width)
+        for start in range(0, count, step):
+            targets = rows.targets[start : start + step]
+            part = bytes(data[start * width : (start + len(targets)) * width])
+            encoded = Encoded(content_type, head, part)
+            rows.names += packer.add_rows(channel, encoded, fields, timeout_s, self._sink, targets)
+
+
+def row_options(
+    options: RequestOptions,
+    request: InferRequest,
+    accept: str,
+    fields_of_model: Mapping[str, Any],
+    limits: Limits,
+    default_timeout_s: float,
+) -> tuple[float, Any]:
+    """The timeout and the fields of each row: parameters of the request, then headers. `accept`: the content
+    type that is wanted of results. Raises InvalidArgumentError."""
+    asked: dict[str, Any] = dict(options)
+    if request.timeout_us is not None:
+        asked["timeout"] = request.timeout_us / 1e6
+    if request.priority is not None:
+        asked["priority"] = request.priority
+    if request.sequence_id:
+        asked["sequence_id"] = request.sequence_id
+        asked["sequence_start"], asked["sequence_end"] = request.sequence_start, request.sequence_end
+    if accept:
+        asked["accept"] = accept
+    if fields_of_model:
+        asked["fields"] = {**asked.get("fields", {}), **fields_of_model}
+    if "correlation_id" in asked:
+        raise InvalidArgumentError("Carpool-Correlation-Id: each row is a request, with an ID of its own")
+    timeout_s, fields = read_options(asked, default_timeout_s)  # type: ignore[arg-type]
+    if timeout_s is None or timeout_s > limits.timeout_s:
+        raise ProtocolError(f"timeout: at most {limits.timeout_s * 1e6:.0f} microseconds")
+    return timeout_s, fields
+
+
+_Target = tuple["SentRows", int]
+
+
+class SentRows:
+    """The rows of one request, until all have a result or one has failed."""
+
+    def __init__(self, answer: Answer, count: int, producer: Producer) -> None:
+        self._answer = answer
+        self._producer = producer
+        self.targets: list[_Target] = [
+            (self, at) for at in range(count)
+        ]  # none once it is over: see `_close`
+        self.names: list[str] = []  # correlation IDs of those that were sent
+        self._results: list[RowResult | None] = [None] * count
+        self._missing = count
+        self._is_over = False  # it is answered, or nobody wants the answer
+
+    def put(self, at: int, result: RowResult) -> None:
+        """Take the result of a row."""
+        if self._is_over or self._results[at] is not None:
+            return
+        self._results[at] = result
+        self._missing -= 1
+        if result.status != OK:
+            self._end(at, result)
+        elif not self._missing:
+            self.finish()
+
+    def fail(self, at: int, error: CarpoolError) -> None:
+        """There will be no result of a row."""
+        self.put(at, RowResult(error.status, detail=error.detail))
+
+    def _end(self, failed: int, result: RowResult) -> None:
+        """Answer with the error of a row, and withdraw the others."""
+        if len(self.targets) > 1:
+            result = result._replace(detail=f"row {failed}: {result.detail}")
+        self.withdraw()
+        self._answer([result])
+
+    def finish(self) -> None:
+        """All results are here."""
+        self._close()
+        self._answer(cast(list[RowResult], self._results))
+
+    def withdraw(self, _: object = None) -> None:
+        """Withdraw what has no result: nobody wants it. Then nothing is answered."""
+        packer = self._producer.packer
+        for name, target in zip(self.names, self._close(), strict=False):  # not all may be sent
+            packer.withdraw(name, target)
+
+    def _close(self) -> list[_Target]:
+        """It is over. Returns the targets, which lead back here: such cycles would be left to the garbage
+        collector, which runs rarely, and then holds up all requests."""
+        self._is_over = True
+        targets, self.targets = self.targets, []
+        return targets
+
+
+class _RowSink(Sink):
+    """Gives each row its result."""
+
+    def put(self, target: _Target, envelope: Envelope) -> None:
+        """Take a result of any status."""
+        rows, at = target
+        status = envelope["status"]
+        if status == OK:
+            rows.put(at, RowResult(status, envelope["content_type"], envelope["body"]))
+        else:
+            rows.put(at, RowResult(status, detail=envelope["detail"]))
+
+    def put_columns(self, targets: Sequence[_Target], columns: ResultColumns) -> None:
+        """Take results that are alike."""
+        content_type, bodies = columns.content_type, columns.rows
+        for number, (rows, at) in enumerate(targets):
+            rows.put(at, RowResult(OK, content_type, bodies[number]))
+
+    def fail(self, target: _Target, error: CarpoolError) -> None:
+        """Take an error."""
+        rows, at = target
+        rows.fail(at, error)
+
+
+def takes_long(planned: Plan, results: Sequence[RowResult], coding: str) -> bool:
+    """Whether a response of these results takes long to make. `coding`: how it is compressed, if at all."""
+    size = sum([len(result.body) for result in results])
+    if size <= _LARGE_COMPRESSED_BYTES:
+        return False
+    if coding:
+        return True
+    if all(output.binary and not output.classes for output in planned.outputs):
+        return size > LARGE_TEXTS_BYTES and any(output.spec.datatype == "BYTES" for output in planned.outputs)
+    return size > LARGE_JSON_BYTES
