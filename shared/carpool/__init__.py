@@ -27,6 +27,7 @@ from carpool.errors import (
 
 if TYPE_CHECKING:
     from carpool.client import AsyncClient, AsyncRequestClient, Client, Reply, RequestClient
+    from carpool.stop_texts import StopTexts
     from carpool.wire.tensors import StateSpec, TensorSpec
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "RequestClient",
     "ResourceExhaustedError",
     "StateSpec",
+    "StopTexts",
     "TensorSpec",
     "UnavailableError",
     "Unhealthy",
@@ -61,6 +63,7 @@ _MODULES: Final = {
     "Reply": "carpool.client",
     "RequestClient": "carpool.client",
     "StateSpec": "carpool.wire.tensors",
+    "StopTexts": "carpool.stop_texts",
     "TensorSpec": "carpool.wire.tensors",
 }
 
