@@ -2,9 +2,10 @@
 
     .venv/bin/python ops/bench/language_model.py [--requests N] [--slots N] [--rounds N]
 
-A network of random weights (Llama's, 25 million numbers, float32) on the CPU. All requests come at once: prompts
-of 8 to 64 tokens, texts of 8 to 128, which nobody ends before. For each way: tokens that were asked for, per
-second, and the time to the first token of a request, from when all came. Needs the extra `transformers`.
+A network of random weights (Llama's, 25 million numbers, float32) on the CPU. All requests come at once:
+prompts of 8 to 64 tokens, texts of 8 to 128, which nobody ends before. For each way: tokens that were asked
+for, per second, and the time to the first token of a request, from when all came. Needs the extra
+`transformers`.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def measure(folder: Path, wanted: Sequence[Ask], slots: int, rounds: int) -> Map
         }
         for way in ways.values():
             way()
-        return {name: found for name, found in _rounds(ways, rounds).items()}
+        return _rounds(ways, rounds)
 
 
 def _rounds(ways: Mapping[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:
