@@ -37,6 +37,8 @@ KINDS: Final = ("llama", "gpt2", "qwen2", "mistral", "gemma2", "bloom")
 PROMPTS: Final = ("Once", "There was a house in the forest", "A", "€", "Once upon a time")
 GREEDY: Final = Draw(Sampling())
 
+torch.set_num_threads(1)  # threads wait for each other where others want the same processors
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -109,8 +111,10 @@ def test_wrong_positions_and_masks_are_found_when_a_model_is_loaded(
     def forward(self: Network, tokens: Any, mask: Any, positions: Any, cache: Any) -> Any:
         if wrong == "mask":
             return right(self, tokens, None, positions, cache)
-        longest = positions.max(0, keepdim=True).values.expand_as(positions)
-        return right(self, tokens, mask, longest, cache)
+        is_step = tokens.shape[1] == 1
+        return right(
+            self, tokens, mask, positions.amax().expand_as(positions) if is_step else positions, cache
+        )
 
     network(folders(kind)).check_padding()
     monkeypatch.setattr(Network, "_forward", forward)
@@ -175,7 +179,7 @@ def test_token_is_drawn_with_its_number(sampling: Sampling) -> None:
     """Expect the token that the plainest computation gives, beside texts that are drawn in another way."""
     numbers = [(index + 0.5) / 200 for index in range(200)]
     draws = [Draw(sampling, number) for number in numbers]
-    others = [GREEDY, Draw(Sampling(1.0, 0.2), 0.99), Draw(Sampling(1.0, 1.0, 1), 0.5)]
+    others = [GREEDY, Draw(Sampling(1.0, 0.2), 0.99), Draw(Sampling(1.0, 1.0, 1), 0.4)]
     logits = torch.tensor(np.stack([LOGITS] * (len(draws) + len(others))))
     *tokens, greedy, nucleus, likeliest = choose(logits, [*draws, *others])
     assert tokens == [expected_token(sampling, number) for number in numbers]
@@ -296,8 +300,8 @@ def test_vectors_do_not_depend_on_the_batch(encoder_folder: Path) -> None:
     together = outputs(model, *texts)
     for text, vector in zip(texts, together, strict=True):
         (alone,) = outputs(model, text)
-        np.testing.assert_allclose(alone["data"], vector["data"], atol=1e-5)
-        assert np.shape(vector["data"]) == (16,)
+        np.testing.assert_allclose(alone, vector, atol=1e-5)
+        assert (vector.shape, vector.dtype) == ((16,), np.float32)
     (named,) = outputs(model, {"input": "abc"})
     assert named["prompt_tokens"] == 3
 

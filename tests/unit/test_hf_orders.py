@@ -71,7 +71,7 @@ def test_order_is_read(body: Any, order: Order) -> None:
     ],
 )
 def test_error_names_the_field(body: Any, error: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"^{error}"):
+    with pytest.raises(InvalidArgumentError, match=f"^INVALID_ARGUMENT: {error}"):
         Order.read(body)
 
 

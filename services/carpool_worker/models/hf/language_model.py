@@ -107,14 +107,15 @@ class LanguageModel:
         dtype: Dtype = "auto",
         context: Annotated[int, Field(ge=2)] | None = None,
         max_tokens: Annotated[int, Field(ge=1)] | None = None,
-        attention: str = "sdpa",
+        attention: str | None = None,
         revision: str | None = None,
     ) -> None:
         """Load the network and its tokenizer.
 
         `dtype`: of the weights; auto is float32 on the CPU, and on a GPU that of the files. `context`: tokens
         of a prompt and its text together, if fewer than the model's. `max_tokens`: of a text whose request
-        does not say; None is what is left of the context. `attention`: an implementation of transformers.
+        does not say; None is what is left of the context. `attention`: an
+        implementation of transformers; None is sdpa, where the network has it.
 
         Raises ValueError and RuntimeError, which say what to do.
         """

@@ -40,7 +40,7 @@ class Network:
         *,
         dtype: Dtype = "auto",
         context: int | None = None,
-        attention: str = "sdpa",
+        attention: str | None = None,
         revision: str | None = None,
     ) -> None:
         self._device = usable_device(device, source)
