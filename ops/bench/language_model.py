@@ -117,7 +117,8 @@ def with_generate(net: Any, wanted: Sequence[Ask], size: int) -> Measured:
 def in_one_process(network: Network, wanted: Sequence[Ask], slots: int) -> Measured:
     """Carpool's network and cache, with nothing around it."""
     first_s: list[float] = []
-    waiting, running = list(reversed(wanted)), {}
+    waiting = list(reversed(wanted))
+    running: dict[Any, list[int]] = {}  # its last token, and how many are left
     began_s = time.monotonic()
     while waiting or running:
         new = [waiting.pop() for _ in range(min(len(waiting), slots - len(running)))]
@@ -147,7 +148,7 @@ async def through_carpool(client: AsyncClient, wanted: Sequence[Ask]) -> Measure
     async def read(ask: Ask) -> None:
         body = {"prompt": ask.prompt, "max_tokens": ask.tokens, "temperature": 0}
         stream = client.stream(NAME, body, timeout=600)
-        pieces = []
+        pieces: list[Any] = []
         async for piece in stream:
             if not pieces:
                 first_s.append(time.monotonic() - began_s)

@@ -146,7 +146,7 @@ def test_numbers_that_are_none_fail_their_request_alone() -> None:
     broken, other = (
         DryRun(loaded(toy)).execute(bodies("nan", {"prompt": "a", "max_tokens": 2}).encoded, JSON).results
     )
-    assert broken.status == INTERNAL and "--param dtype=bfloat16 or float32" in broken.detail
+    assert broken.status == INTERNAL and "--param dtype=bfloat16 or float32" in str(broken.detail)
     assert other.status == OK
     assert toy.network.rows == []
 
@@ -191,7 +191,7 @@ def test_what_is_no_model_is_refused_before_anything_is_loaded(tmp_path: Path) -
 def test_error_names_the_extra(location: str, kind: type, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     model = find_model(location.format(tmp_path))
-    assert isinstance(model, kind)
+    assert isinstance(model, kind) and isinstance(model, LanguageModel | SentenceModel)
     with pytest.raises(
         RuntimeError, match=r"needs PyTorch and transformers.*pip install 'PATH\[transformers\]'"
     ):

@@ -78,7 +78,9 @@ def test_texts_that_come_and_go_are_what_generate_writes(kind: str, folders: Any
     net = network(folders(kind))
     chance = random.Random(kind)
     prompts = [[chance.randrange(1, 256) for _ in range(chance.randint(1, 40))] for _ in range(14)]
-    waiting, running, written = list(range(len(prompts))), {}, {}
+    waiting = list(range(len(prompts)))
+    running: dict[int, Any] = {}
+    written: dict[int, list[int]] = {}
     while waiting or running:
         if waiting and (not running or chance.random() < 0.4):
             new = [waiting.pop() for _ in range(min(len(waiting), chance.randint(1, 4)))]
@@ -251,7 +253,7 @@ def test_model_without_a_template_refuses_messages(folders: Any) -> None:
     model = loaded(f"hf:{folders('llama')}")
     body = encode_body(JSON, {"messages": [{"role": "user", "content": "Hello"}]})
     (result,) = DryRun(model).execute([body], JSON).results
-    assert result.status == INVALID_ARGUMENT and "has no chat template; send a prompt" in result.detail
+    assert result.status == INVALID_ARGUMENT and "has no chat template; send a prompt" in str(result.detail)
 
 
 def test_generation_config_says_how_a_text_is_sampled_and_what_ends_it(folders: Any, tmp_path: Path) -> None:

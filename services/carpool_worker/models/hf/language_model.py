@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, Literal, Protocol
 from pydantic import Field
 
 from carpool.errors import InvalidArgumentError
-from carpool_worker.model_process.stepping.requests import StepRequest
 from carpool_worker.models.hf.order import Draw, Order, Sampling, checked_tokens, random_number
 from carpool_worker.models.hf.source import check_source, missing_framework, model_name
 from carpool_worker.models.hf.writing import Writing
@@ -51,8 +50,11 @@ class TextNetwork(Protocol):
 
     context: int
     vocabulary: int
-    ends: Collection[int]
     usual: Sampling
+
+    @property
+    def ends(self) -> Collection[int]:
+        """The tokens that end a text."""
 
     def prefill(self, texts: Sequence[Sequence[int]], draws: Sequence[Draw]) -> list[tuple[Any, int]]:
         """For each text a new row, and its next token, or NOT_A_NUMBER."""
@@ -62,6 +64,20 @@ class TextNetwork(Protocol):
 
     def release(self, row: Any) -> None:
         """The row is not needed any more."""
+
+
+class TextRequest(Protocol):
+    """What the model needs of a request: see `stepping.requests.StepRequest`."""
+
+    body: Any
+    correlation_id: str
+    state: Any
+
+    @property
+    def chunks(self) -> list[Any]: ...
+    def emit(self, value: Any) -> None: ...
+    def finish(self, output: Any) -> None: ...
+    def fail(self, error: BaseException | str) -> None: ...
 
 
 class _Slot:
@@ -154,7 +170,7 @@ class LanguageModel:
         except InvalidArgumentError:  # which `validate` tells
             return 1
 
-    def begin(self, requests: Sequence[StepRequest]) -> None:
+    def begin(self, requests: Sequence[TextRequest]) -> None:
         """Read prompts, and what was already generated, and generate the next token of each."""
         begun = []
         for request in requests:
@@ -176,7 +192,7 @@ class LanguageModel:
             slot.row = row
             self._add(request, slot.writing, token)
 
-    def step(self, requests: Sequence[StepRequest]) -> None:
+    def step(self, requests: Sequence[TextRequest]) -> None:
         """Generate one token more of each text."""
         slots = [request.state for request in requests]
         last = [slot.writing.tokens[-1] for slot in slots]
@@ -184,12 +200,12 @@ class LanguageModel:
         for request, slot, token in zip(requests, slots, tokens, strict=True):
             self._add(request, slot.writing, token)
 
-    def end(self, request: StepRequest) -> None:
+    def end(self, request: TextRequest) -> None:
         """Free what is kept of the text."""
         if request.state is not None and request.state.row is not None:
             self._network.release(request.state.row)
 
-    def _add(self, request: StepRequest, writing: Writing, token: int) -> None:
+    def _add(self, request: TextRequest, writing: Writing, token: int) -> None:
         if token == NOT_A_NUMBER:
             request.fail(_BROKEN)
             return
@@ -199,7 +215,7 @@ class LanguageModel:
         if writing.finish_reason:
             request.finish(writing.result)
 
-    def _slot(self, request: StepRequest) -> _Slot:
+    def _slot(self, request: TextRequest) -> _Slot:
         order = Order.read(request.body)
         prompt = self._prompt(order)
         writing = Writing(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import structlog
@@ -59,7 +59,7 @@ class Network:
         _check_layers(self._net, source)
         self.context = self._context(context)
         self.vocabulary = int(self._net.get_input_embeddings().num_embeddings)
-        self.ends: Collection[int] = _ends(self._net)
+        self.ends = _ends(self._net)
         self.usual = _usual_sampling(self._net.generation_config)
         arguments = inspect.signature(self._net.forward).parameters
         self._cache_argument = "cache" if "cache" in arguments else "past_key_values"  # its name since 5.24
@@ -184,7 +184,7 @@ class Network:
                 f"{PREFIX}{self._source}: the parameter context is {wanted:,}, and the model takes "
                 f"{declared:,} tokens"
             )
-        return int(wanted or declared)
+        return int(wanted or declared or 0)
 
 
 def usable_device(device: str, source: str) -> str:

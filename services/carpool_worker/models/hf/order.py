@@ -65,9 +65,10 @@ class Order(NamedTuple):
 
     def sampling(self, usual: Sampling) -> Sampling:
         """With what the model usually does where the request says nothing."""
-        given = (self.temperature, self.top_p, self.top_k)
         return Sampling(
-            *(mine if mine is not None else other for mine, other in zip(given, usual, strict=True))
+            usual.temperature if self.temperature is None else self.temperature,
+            usual.top_p if self.top_p is None else self.top_p,
+            usual.top_k if self.top_k is None else self.top_k,
         )
 
     def key(self, correlation_id: str) -> bytes:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from carpool import StopTexts
 from carpool.errors import AbortedError
+from carpool.stop_texts import StopTexts
 
 REPLACEMENT: Final = "\ufffd"
 CONTEXT_TOKENS: Final = 6  # of the prompt, which may decide how the first token reads
