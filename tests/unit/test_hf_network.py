@@ -145,6 +145,19 @@ def test_step_copies_nothing_while_the_texts_are_the_same(folders: Any) -> None:
     assert places() == before
 
 
+def test_long_text_joins_short_ones(folders: Any) -> None:
+    """Given a free row, expect that the arrays grow for a text that is longer than all others."""
+    net = network(folders("llama"))
+    prompts = [[1, 2], [3], [*range(1, 61)]]
+    (first, token), (second, _) = net.prefill(prompts[:2], [GREEDY] * 2)
+    written = [token, *net.step([first, second], [token, 1], [GREEDY] * 2)[:1]]
+    net.release(second)
+    ((long, read),) = net.prefill(prompts[2:], [GREEDY])
+    both = net.step([long, first], [read, written[-1]], [GREEDY] * 2)
+    assert [read, both[0]] == generated(net, prompts[2], 2)
+    assert [*written, both[1]] == generated(net, prompts[0], 3)
+
+
 def test_network_whose_states_are_no_keys_and_values_is_refused(folders: Any) -> None:
     with pytest.raises(ValueError, match="states"):
         network(folders("mamba"))

@@ -99,11 +99,7 @@ class Writing:
         elif len(self.tokens) >= self._max_tokens:
             self.finish_reason = "length"
         if self.finish_reason and not self._stops.has_stopped:
-            text += self._stops.add(self._decoder.rest())
-            if self._stops.has_stopped:
-                self.finish_reason = "stop"
-            else:
-                text += self._stops.rest()
+            text += self._stops.add(self._decoder.rest()) + self._stops.rest()
         self.text += text
         if not (text or self.finish_reason):
             return None
