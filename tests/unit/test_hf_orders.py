@@ -31,7 +31,11 @@ USER = {"role": "user", "content": "Hello"}
                     USER | {"content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}
                 ]
             },
-            Order(None, (USER,)),
+            Order(None, (USER | {"content": "Hel\nlo"},)),
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}]},
+            Order(None, (USER, {"role": "assistant", "content": "", "tool_calls": []})),
         ),
     ],
 )

@@ -107,7 +107,9 @@ def _message(where: str, message: Any) -> Mapping[str, Any]:
     if not isinstance(role, str):
         raise InvalidArgumentError(f"{where}.role: must be a text, such as user")
     if isinstance(content, list):
-        content = "".join(_part(f"{where}.content[{index}]", part) for index, part in enumerate(content))
+        content = "\n".join(_part(f"{where}.content[{index}]", part) for index, part in enumerate(content))
+    if content is None and role == "assistant":
+        content = ""
     if not isinstance(content, str):
         raise InvalidArgumentError(f"{where}.content: must be a text, or a list of parts of the type text")
     return {**message, "content": content}
