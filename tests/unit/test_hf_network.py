@@ -159,7 +159,7 @@ def test_long_text_joins_short_ones(folders: Any) -> None:
 
 
 def test_network_whose_states_are_no_keys_and_values_is_refused(folders: Any) -> None:
-    with pytest.raises(ValueError, match="states"):
+    with pytest.raises(ValueError, match="other states than keys and values"):
         network(folders("mamba"))
 
 

@@ -73,7 +73,7 @@ def test_fewer_dimensions_are_a_vector_of_length_one_where_the_model_is_trained_
     [
         ({"input": "a", "dimensions": 2}, "dimensions: the vectors have 4 numbers"),
         ({"input": "a", "dimensions": 5}, "dimensions: must be a whole number from 1 to 4, not 5"),
-        ({"input": [1, 2]}, "input: must be a text. Tokens are refused"),
+        ({"input": [1, 2]}, "input: must be a text; tokens are refused"),
         ({"input": "a", "model": "b"}, "model: unknown; known are input and dimensions"),
         ({"text": "a"}, "body: must be a text, or a map"),
         (7, "body: must be a text, or a map"),

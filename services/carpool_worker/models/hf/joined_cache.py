@@ -62,9 +62,11 @@ class _JoinedLayer(DynamicLayer):
         """The columns before the new tokens."""
         return self._window.end - self._window.start
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many columns there are with the new tokens, and the first one's number."""
-        return self.get_seq_length() + query_length, 0
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        """How many columns there are with the new tokens, and the first one's number. The first releases of
+        transformers 5 pass the places of the new tokens, not their number."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.get_seq_length() + new, 0
 
     def row(self, index: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Those of one text."""

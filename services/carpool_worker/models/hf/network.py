@@ -214,17 +214,16 @@ def _check_layers(net: Any, source: str) -> None:
         kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
     except Exception as error:  # a state that has no place in this class
         raise ValueError(f"{PREFIX}{source}: its states cannot be kept: {error}") from error
-    others = sorted(kinds.difference((*KEPT_LAYERS, "DummyLayer")))
-    if others or getattr(config, "attention_chunk_size", None):
-        what = (
-            f"layers with other states than keys and values ({', '.join(others)})"
-            if others
-            else ("attention in chunks")
-        )
-        raise ValueError(
-            f"{PREFIX}{source}: the network has {what}, and its texts could not be generated together; "
-            "write a class with predict that calls generate"
-        )
+    if getattr(net, "_is_stateful", False) or kinds.difference((*KEPT_LAYERS, "DummyLayer")):
+        what = "other states than keys and values"
+    elif getattr(config, "attention_chunk_size", None):
+        what = "attention in chunks"
+    else:
+        return
+    raise ValueError(
+        f"{PREFIX}{source}: the network has {what}, and its texts could not be generated together; write a "
+        "class with predict that calls generate"
+    )
 
 
 def _part(layer: Any, index: int, padded: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -161,7 +161,6 @@ def _text(field: str, value: Any) -> str:
         return value
     if isinstance(value, list):
         raise InvalidArgumentError(
-            f"{field}: must be a text. Tokens are refused, because they may be those of another vocabulary, "
-            "such as OpenAI's (in LangChain: check_embedding_ctx_length=False)"
+            f"{field}: must be a text; tokens are refused, because they may be those of another vocabulary"
         )
     raise InvalidArgumentError(f"{field}: must be a text, not {type(value).__name__}")
