@@ -285,6 +285,11 @@ def test_generation_config_says_how_a_text_is_sampled_and_what_ends_it(folders: 
 
 def test_parameters(folders: Any) -> None:
     folder = folders("llama")
+    of_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, their width, bytes
+    assert network(folder, slots=3).memory == {
+        "cache_bytes_per_token": of_token,
+        "cache_bytes_max": of_token * 3 * (CONTEXT + 64),
+    }
     assert network(folder).context == CONTEXT and network(folder, context=9).context == 9
     assert network(folder, dtype="bfloat16")._net.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="context is 129, and the model takes 128"):

@@ -84,7 +84,9 @@ class _JoinedLayer(DynamicLayer):
 class JoinedCache:
     """The rows that take steps together. `cache`: for the network; valid until the next call."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
+        """`slots`: how many rows are usually joined at most. Memory is not taken for more."""
+        self._slots = slots
         self._window = _Window()
         self._rows: list[Row | None] = []  # None: a free row
         self._layers: list[_JoinedLayer | None] = []
@@ -177,14 +179,15 @@ class JoinedCache:
     def _move(self, rows: Sequence[Row]) -> None:
         """Copy all rows to new arrays, one layer after the other, so that little more memory is needed."""
         longest = max(row.size for row in rows)
-        free = max(COLUMNS_FREE_MIN, longest // COLUMNS_FREE_SHARE)
-        size = (1 << (len(rows) - 1).bit_length(), longest + free)
+        free = columns_free(longest)
+        count = max(len(rows), min(self._slots, 1 << (len(rows) - 1).bit_length()))
+        size = (count, longest + free)
         places = {row: index for index, row in enumerate(self._rows) if row is not None}
         window = _Window()
         window.end = longest
-        count = max(len(self._layers), *(len(row.layers or ()) for row in rows))
+        layers = max(len(self._layers), *(len(row.layers or ()) for row in rows))
         moved: list[_JoinedLayer | None] = []
-        for number in range(count):
+        for number in range(layers):
             old = self._layers[number] if self._layers else None
             parts = [
                 row.layers[number] if row.layers is not None else old and old.row(places[row], row.size)
@@ -196,6 +199,11 @@ class JoinedCache:
         self._rows, self._layers, self._size, self._window = list(rows), moved, size, window
         for row in rows:
             row.layers = None
+
+
+def columns_free(longest: int) -> int:
+    """How many columns there are beside those of the longest text when arrays are made."""
+    return max(COLUMNS_FREE_MIN, longest // COLUMNS_FREE_SHARE)
 
 
 def _joined(

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, Protocol
 
+import structlog
 from pydantic import Field
 
 from carpool.errors import InvalidArgumentError
@@ -143,10 +144,19 @@ class LanguageModel:
             raise missing_framework(f"{PREFIX}{self._source}", error) from error
         tokenizer = Tokenizer(self._source, PREFIX, revision)
         network = Network(
-            self._source, device, dtype=dtype, context=context, attention=attention, revision=revision
+            self._source,
+            device,
+            dtype=dtype,
+            context=context,
+            attention=attention,
+            revision=revision,
+            slots=self.max_batch_size,
         )
         if self.max_batch_size > 1:
             network.check_padding()
+        structlog.get_logger().info(
+            "language model loaded", model=self._source, context=network.context, **network.memory
+        )
         self.use(network, tokenizer, max_tokens)
 
     def use(self, network: TextNetwork, tokenizer: TextTokenizer, tokens_default: int | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import structlog
@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from carpool_worker.models.hf.choosing import choose
 from carpool_worker.models.hf.grouping import groups_of
-from carpool_worker.models.hf.joined_cache import JoinedCache, Row
+from carpool_worker.models.hf.joined_cache import JoinedCache, Row, columns_free
 from carpool_worker.models.hf.language_model import PREFIX, Dtype
 from carpool_worker.models.hf.order import Draw, Sampling
 from carpool_worker.models.hf.source import cannot_load
@@ -42,9 +42,12 @@ class Network:
         context: int | None = None,
         attention: str | None = None,
         revision: str | None = None,
+        slots: int = 1,
     ) -> None:
+        """`slots`: how many texts are generated together at most."""
         self._device = usable_device(device, source)
         self._source = source
+        self._slots = slots
         disable_progress_bar()
         try:
             self._net: Any = AutoModelForCausalLM.from_pretrained(
@@ -64,7 +67,7 @@ class Network:
         arguments = inspect.signature(self._net.forward).parameters
         self._cache_argument = "cache" if "cache" in arguments else "past_key_values"  # its name since 5.24
         self._takes = {name for name in ("position_ids", "logits_to_keep") if name in arguments}
-        self._joined = JoinedCache()
+        self._joined = JoinedCache(slots)
 
     def prefill(self, texts: Sequence[Sequence[int]], draws: Sequence[Draw]) -> list[tuple[Row, int]]:
         """For each text a row, and its next token. Texts of similar lengths are padded and read together."""
@@ -86,6 +89,22 @@ class Network:
     def release(self, row: Row) -> None:
         """The row is not needed any more."""
         self._joined.release(row)
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """What may be kept of texts beside the weights, in bytes, for a log."""
+        of_token, columns = self.bytes_per_token, self.context + columns_free(self.context)
+        return {
+            "cache_bytes_per_token": of_token,
+            "cache_bytes_max": of_token * columns * self._slots,
+        }
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What is kept of each token of a text, beside the weights. Found with a text of one token."""
+        (row,), _ = self._read([[0]])
+        parts = [part for layer in row.layers or () if layer is not None for part in layer]
+        return sum(part.numel() * part.element_size() for part in parts)
 
     def check_padding(self) -> None:
         """Try whether texts that are padded come out as they do alone: some networks ignore the positions, or
