@@ -155,7 +155,7 @@ class LanguageModel:
         if self.max_batch_size > 1:
             network.check_padding()
         structlog.get_logger().info(
-            "language model loaded", model=self._source, context=network.context, **network.memory
+            "language model loaded", folder=self._source, context=network.context, **network.memory
         )
         self.use(network, tokenizer, max_tokens)
 

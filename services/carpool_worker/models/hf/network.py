@@ -129,7 +129,7 @@ class Network:
                 "padded"
             )
         structlog.get_logger().warning(
-            "texts may depend on those beside them", reason=reason, dtype=str(dtype), model=self._source
+            "texts may depend on those beside them", reason=reason, dtype=str(dtype), folder=self._source
         )
 
     def _tried(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -213,7 +213,7 @@ def usable_device(device: str, source: str) -> str:
     structlog.get_logger().warning(
         "running on the CPU",
         reason="the installed PyTorch has no CUDA, or could not start it",
-        model=source,
+        folder=source,
         device=device,
     )
     return "cpu"
