@@ -313,6 +313,12 @@ def encoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_encoder(tmp_path_factory.mktemp("encoder") / "model")
 
 
+def test_encoder_is_no_language_model(encoder_folder: Path) -> None:
+    """Given a network for another purpose, expect that nothing is served with weights that are made up."""
+    with pytest.raises(ValueError, match=r"its files lack the weights .*, which would be random"):
+        network(encoder_folder)
+
+
 def test_vectors_do_not_depend_on_the_batch(encoder_folder: Path) -> None:
     model = loaded(f"st:{encoder_folder}")
     assert isinstance(model, LoadedModel)

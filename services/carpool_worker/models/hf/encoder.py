@@ -17,7 +17,7 @@ from carpool_worker.models.hf.grouping import groups_of
 from carpool_worker.models.hf.language_model import Dtype
 from carpool_worker.models.hf.network import dtype_of, usable_device
 from carpool_worker.models.hf.pooling import Pooling, read_pooling
-from carpool_worker.models.hf.source import cannot_load
+from carpool_worker.models.hf.source import cannot_load, check_weights
 from carpool_worker.models.hf.tokenizer import Tokenizer
 
 TOKENS_MAX: Final = 16_384  # that are computed together, padding included
@@ -44,10 +44,13 @@ class Encoder:
         of_network = folder / self.pooling.network
         self._tokenizer = Tokenizer(str(of_network), prefix)
         try:
-            net: Any = AutoModel.from_pretrained(of_network, dtype=dtype_of(dtype, self._device))
+            net, loading = AutoModel.from_pretrained(
+                of_network, dtype=dtype_of(dtype, self._device), output_loading_info=True
+            )
         except Exception as error:
             raise cannot_load(source, prefix, error) from error
-        self._net = net.eval().to(self._device)
+        check_weights(source, prefix, loading["missing_keys"], unused="pooler.")
+        self._net: Any = net.eval().to(self._device)
         self.width = int(net.config.hidden_size)
         limits = (
             self.pooling.tokens_max,

@@ -16,7 +16,7 @@ from carpool_worker.models.hf.grouping import groups_of
 from carpool_worker.models.hf.joined_cache import JoinedCache, Row, columns_free
 from carpool_worker.models.hf.language_model import PREFIX, Dtype
 from carpool_worker.models.hf.order import Draw, Sampling
-from carpool_worker.models.hf.source import cannot_load
+from carpool_worker.models.hf.source import cannot_load, check_weights
 
 PREFILL_TOKENS_MAX: Final = 8192  # that are padded together: their mask grows with the square of the longest
 KEPT_LAYERS: Final = ("DynamicLayer", "DynamicSlidingWindowLayer")  # whose whole state is keys and values
@@ -50,15 +50,17 @@ class Network:
         self._slots = slots
         disable_progress_bar()
         try:
-            self._net: Any = AutoModelForCausalLM.from_pretrained(
+            net, loading = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=dtype_of(dtype, self._device),
                 attn_implementation=attention,
                 revision=revision,
+                output_loading_info=True,
             )
         except Exception as error:  # it raises many kinds
             raise cannot_load(source, PREFIX, error) from error
-        self._net = self._net.eval().to(self._device)
+        check_weights(source, PREFIX, loading["missing_keys"])
+        self._net: Any = net.eval().to(self._device)
         _check_layers(self._net, source)
         self.context = self._context(context)
         self.vocabulary = int(self._net.get_input_embeddings().num_embeddings)

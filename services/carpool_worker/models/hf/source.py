@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -35,12 +36,24 @@ def check_source(source: str, prefix: str) -> None:
 def cannot_load(source: str, prefix: str, error: Exception) -> RuntimeError:
     """What to tell of an exception that transformers raised for this source."""
     if not Path(source).is_dir() and isinstance(error, OSError):
-        module = prefix.removesuffix(":")
+        module = f" (An object of the module is {prefix[:-1]}.py:{source}.)" if source.isidentifier() else ""
         return RuntimeError(
             f"{prefix}{source}: there is no such folder, and as a name on the Hugging Face Hub it cannot be "
-            f"loaded: {_first_line(error)}. (An object of a module is named as {module}.py:{source})"
+            f"loaded: {_first_line(error)}.{module}"
         )
     return RuntimeError(f"{prefix}{source} cannot be loaded: {_first_line(error)}")
+
+
+def check_weights(source: str, prefix: str, missing: Iterable[str], unused: str = "") -> None:
+    """Raise ValueError for weights that the files lack, which transformers makes up. `unused`: what the names
+    of those begin with that are not needed."""
+    names = sorted(name for name in missing if not (unused and name.startswith(unused)))
+    if names:
+        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+        raise ValueError(
+            f"{prefix}{source}: its files lack the weights {names[0]}{more}, which would be random; they are "
+            "those of a network of another kind"
+        )
 
 
 def missing_framework(what: str, error: ImportError) -> RuntimeError:
@@ -52,4 +65,4 @@ def missing_framework(what: str, error: ImportError) -> RuntimeError:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.300}"
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.'):.300}"
