@@ -48,6 +48,7 @@ def test_order_is_read(body: Any, order: Order) -> None:
     [
         (7, "body: must be a text or a map, not int"),
         ({}, "body: must have either prompt or messages"),
+        ({"prompt": None, "messages": None}, "body: must have either prompt or messages"),
         ({"prompt": "a", "messages": [USER]}, "body: must have either prompt or messages"),
         ({"prompt": "a", "max_token": 5}, "max_token: unknown; known are prompt, messages, max_tokens,"),
         ({"prompt": ["a"]}, "prompt: must be a text, or a list of tokens"),

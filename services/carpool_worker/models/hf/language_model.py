@@ -131,8 +131,8 @@ class LanguageModel:
 
         `dtype`: of the weights; auto is float32 on the CPU, and on a GPU that of the files. `context`: tokens
         of a prompt and its text together, if fewer than the model's. `max_tokens`: of a text whose request
-        does not say; None is what is left of the context. `attention`: an
-        implementation of transformers; None is sdpa, where the network has it.
+        does not say; None is what is left of the context. `attention`: an implementation of transformers;
+        None is sdpa, where the network has it. `revision`: of a model on the Hub; None is the newest.
 
         Raises ValueError and RuntimeError, which say what to do.
         """

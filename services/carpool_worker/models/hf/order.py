@@ -53,7 +53,7 @@ class Order(NamedTuple):
             return cls(body)
         if not isinstance(body, Mapping):
             raise InvalidArgumentError(f"body: must be a text or a map, not {type(body).__name__}")
-        if ("prompt" in body) == ("messages" in body):
+        if (body.get("prompt") is None) == (body.get("messages") is None):
             raise InvalidArgumentError("body: must have either prompt or messages")
         read = {}
         for name, value in body.items():
