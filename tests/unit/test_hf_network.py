@@ -27,6 +27,7 @@ from carpool_worker.model_process.configuration import Configuration, Parameter 
 from carpool_worker.model_process.model import LoadedModel, SteppingModel, load_configured  # noqa: E402
 from carpool_worker.models.hf.choosing import choose  # noqa: E402
 from carpool_worker.models.hf.encoder import Encoder  # noqa: E402
+from carpool_worker.models.hf.joined_cache import JoinedCache  # noqa: E402
 from carpool_worker.models.hf.language_model import NOT_A_NUMBER, LanguageModel  # noqa: E402
 from carpool_worker.models.hf.network import Network  # noqa: E402
 from carpool_worker.models.hf.order import Draw, Sampling  # noqa: E402
@@ -245,6 +246,26 @@ def test_model_answers_alike_in_batches_and_after_a_crash(folders: Any) -> None:
         assert found["text"] == tokenizer.decode(tokens)
     sampled = [decode_body(JSON, result.body or b"")["text"] for result in alone[-2:]]
     assert sampled[0] != sampled[1]
+
+
+def test_too_little_memory_changes_no_text(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given arrays that cannot be made larger now and then, expect that all texts are begun again, and the
+    same."""
+    model = loaded(f"hf:{folders('llama')}")
+    bodies = [{"prompt": prompt, "max_tokens": 12 + index} for index, prompt in enumerate(PROMPTS)]
+    expected = outputs(model, *bodies)
+    move, calls = JoinedCache._move, 0
+
+    def failing(self: JoinedCache, rows: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 1:
+            raise MemoryError
+        move(self, rows)
+
+    monkeypatch.setattr(JoinedCache, "_move", failing)
+    assert outputs(model, *bodies) == expected
+    assert calls > 3
 
 
 def test_chat_is_what_the_template_makes_of_it(tmp_path: Path) -> None:

@@ -42,9 +42,7 @@ def pieces_of(writing: Writing, tokens: Sequence[int]) -> list[dict[str, Any]]:
     for token in tokens:
         if writing.finish_reason:
             break
-        piece = writing.add(token)
-        if piece is not None:
-            pieces.append(piece)
+        pieces.append(writing.add(token))
     return pieces
 
 
@@ -95,9 +93,9 @@ def test_a_prompt_that_ends_within_a_character_is_no_context() -> None:
 def test_text_ends_at_an_end_token_which_is_counted_and_not_shown() -> None:
     writing = Writing([1, 2, 3], read_bytes, 10, {END, 7})
     assert pieces_of(writing, [*b"ab", END]) == [
-        {"text": "a", "tokens": [97]},
-        {"text": "b", "tokens": [98]},
-        {"text": "", "tokens": [END], "finish_reason": "stop", "prompt_tokens": 3, "completion_tokens": 3},
+        {"text": "a", "token": 97},
+        {"text": "b", "token": 98},
+        {"text": "", "token": END, "finish_reason": "stop", "prompt_tokens": 3, "completion_tokens": 3},
     ]
     assert writing.result == {
         "text": "ab", "finish_reason": "stop", "prompt_tokens": 3, "completion_tokens": 3,
@@ -108,9 +106,9 @@ def test_text_ends_at_its_length_with_all_that_was_held_back() -> None:
     """Given a beginning of a stop text, and half a character, expect both."""
     writing = Writing([1], read_bytes, 4, stop=["bcd"])
     pieces = pieces_of(writing, [*"ab€".encode(), *b"x"])
-    assert [piece["text"] for piece in pieces] == ["a", f"b{REPLACEMENT}"]
+    assert [piece["text"] for piece in pieces] == ["a", "", "", f"b{REPLACEMENT}"]
     assert (writing.finish_reason, len(writing.tokens)) == ("length", 4)
-    assert pieces[-1]["tokens"] == [98, 0xE2, 0x82]
+    assert [piece["token"] for piece in pieces] == [97, 98, 0xE2, 0x82]
 
 
 @pytest.mark.parametrize("stop", ["cd", "d", "€", "abcd"])
@@ -142,7 +140,7 @@ def test_resumed_text_goes_on_as_if_nothing_had_happened(
         assert (resumed.text, resumed.finish_reason) == (whole.text, whole.finish_reason)
 
 
-@pytest.mark.parametrize("sent", [["Once"], [{"text": "a"}], [{"text": "b", "tokens": [97]}]])
+@pytest.mark.parametrize("sent", [["Once"], [{"text": "a"}], [{"text": "b", "token": 97}]])
 def test_pieces_of_another_model_are_refused(sent: list[Any]) -> None:
     with pytest.raises(AbortedError, match="send the request again"):
         Writing([1], read_bytes, 9).resume(sent)

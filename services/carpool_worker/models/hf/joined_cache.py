@@ -105,7 +105,8 @@ class JoinedCache:
     def arrange(self, rows: Sequence[Row]) -> list[Row]:
         """Join these rows, with one column for a step, and no others. Returns them in their order.
 
-        If it raises, for example because there is too little memory, all rows that were joined are lost.
+        If it raises, for example because there is too little memory, all rows that were joined are lost, and
+        it raises for them at the next call, too.
         """
         try:
             wanted = set(rows)
@@ -113,10 +114,11 @@ class JoinedCache:
                 if row is not None and row not in wanted:
                     self._part(index, row)
             self._join(rows)
+            if wanted.difference(self._rows):
+                raise RuntimeError("texts were lost when their arrays could not be made larger")
         except BaseException:
             self._clear()
             raise
-        assert all(row.layers is None for row in rows)
         self._window.start = self._window.end - max(row.size for row in rows)
         return [row for row in self._rows if row is not None]
 

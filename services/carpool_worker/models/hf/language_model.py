@@ -100,8 +100,8 @@ class _Slot:
 class LanguageModel:
     """Generates texts with a causal language model of transformers.
 
-    A body is a prompt, or a map with any of the fields of `order.Order`. The pieces of a text have `text` and
-    `tokens`, the last one also `finish_reason`, `prompt_tokens` and `completion_tokens`. The output is one
+    A body is a prompt, or a map with any of the fields of `order.Order`. A piece of a text has `text` and
+    `token`, the last one also `finish_reason`, `prompt_tokens` and `completion_tokens`. The output is one
     piece with the whole text.
     """
 
@@ -219,9 +219,7 @@ class LanguageModel:
         if token == NOT_A_NUMBER:
             request.fail(_BROKEN)
             return
-        piece = writing.add(token)
-        if piece is not None:
-            request.emit(piece)
+        request.emit(writing.add(token))
         if writing.finish_reason:
             request.finish(writing.result)
 

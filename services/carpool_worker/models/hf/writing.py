@@ -1,7 +1,8 @@
 """A text that is generated: from its tokens to the pieces that a reader gets. Pure.
 
-A piece has the tokens since the last one, so that another process can go on from the pieces that were sent:
-the same tokens give the same pieces again.
+Each token is a piece, so that another process can go on from the pieces that were sent: the same tokens give
+the same pieces again. The text of a piece may be empty: a character may have several tokens, and what a stop
+text may begin with is held back.
 """
 
 from __future__ import annotations
@@ -87,10 +88,9 @@ class Writing:
         self._stops = StopTexts(stop)
         self._max_tokens = max_tokens
         self._ends = ends
-        self._sent_tokens = 0
 
-    def add(self, token: int) -> Piece | None:
-        """The piece that is to be sent after this token; None if nothing is."""
+    def add(self, token: int) -> Piece:
+        """The piece of this token."""
         self.tokens.append(token)
         is_end = token in self._ends
         text = "" if is_end else self._stops.add(self._decoder.add(token))
@@ -101,21 +101,17 @@ class Writing:
         if self.finish_reason and not self._stops.has_stopped:
             text += self._stops.add(self._decoder.rest()) + self._stops.rest()
         self.text += text
-        if not (text or self.finish_reason):
-            return None
-        piece: Piece = {"text": text, "tokens": self.tokens[self._sent_tokens :]}
-        self._sent_tokens = len(self.tokens)
+        piece: Piece = {"text": text, "token": token}
         return piece | self._ending if self.finish_reason else piece
 
     def resume(self, pieces: Iterable[Any]) -> None:
         """Go on from pieces that were sent. Raises AbortedError if they are not of this model."""
         sent = ""
         for piece in pieces:
-            if not isinstance(piece, Mapping) or not {"text", "tokens"} <= piece.keys():
+            if not isinstance(piece, Mapping) or not {"text", "token"} <= piece.keys():
                 raise AbortedError("what was sent of this text is of another model: send the request again")
             sent += piece["text"]
-            for token in piece["tokens"]:
-                self.add(token)
+            self.add(piece["token"])
         if self.text != sent:
             raise AbortedError(
                 "what was sent of this text was read with another tokenizer: send the request again"
