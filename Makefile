@@ -80,8 +80,10 @@ $(STAMP): $(LOCK) pyproject.toml
 	@echo 'Ready: $(BIN)/carpool'
 
 # The lock also has what building the project needs, because the install runs without build isolation. Images have
-# locks of their own with the same versions: one for what runs in them, one for building the wheel. Package sources
+# locks of their own with the same versions: one for what runs in them, one for building the wheel. The extra
+# `transformers` is in none: PyTorch is a hundred times as large as all others, and has a build for each GPU. Package sources
 # that are configured on this machine are ignored, so that the hashes are those of the public files.
+EXTRAS = dev docs embedded gateway onnx pages plot uvloop voice
 COMPILE = env -u UV_INDEX -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS build/lock/bin/uv pip compile --no-config --quiet \
   --universal --python-version 3.11 --fork-strategy fewest --generate-hashes --no-strip-extras --no-annotate \
   --custom-compile-command 'make lock'
@@ -90,7 +92,7 @@ lock: ## Resolve the dependencies again and pin them by hash
 	@$(PYTHON) -m venv build/lock
 	@build/lock/bin/pip install --quiet --quiet --disable-pip-version-check uv
 	@echo '[2/2] Resolving'
-	@printf 'hatchling\neditables\n' | $(COMPILE) pyproject.toml - --output-file $(LOCK) --upgrade --all-extras
+	@printf 'hatchling\neditables\n' | $(COMPILE) pyproject.toml - --output-file $(LOCK) --upgrade $(EXTRAS:%=--extra %)
 	@$(COMPILE) pyproject.toml --extra gateway --extra grpc --constraints $(LOCK) --output-file ops/docker/runtime.lock --upgrade
 	@printf 'hatchling\n' | $(COMPILE) - --constraints $(LOCK) --output-file ops/docker/build.lock --upgrade
 	@echo "$(LOCK) pins $$(grep -c == $(LOCK)) packages"

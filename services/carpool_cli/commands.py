@@ -77,9 +77,9 @@ Carpool: dynamic batching for models over Redis streams.
 
 Any number of workers and batchers may run, on any machine that reaches Redis.
 
-For up, worker and check, MODEL is module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer or
-voice-activity; FILE.toml has several, with parameters and settings. For the other commands MODEL is a name
-that `carpool models` lists. To get started:
+For up, worker and check, MODEL is module:Name, path/file.py:Name, hf:FOLDER, st:FOLDER, onnx:FILE, square,
+docsearch, writer or voice-activity; FILE.toml has several, with parameters and settings. For the other
+commands MODEL is a name that `carpool models` lists. To get started:
 
   carpool up square
   carpool infer square 7

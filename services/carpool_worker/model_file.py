@@ -34,11 +34,11 @@ from carpool.model_settings import ModelSettings
 from carpool.settings import Devices, Replicas
 from carpool.text_files import read_text
 from carpool_worker.model_process.configuration import Parameter
+from carpool_worker.model_process.loader import format_of
 
 DEFAULT_FILE: Final = "carpool.toml"
 SUFFIX: Final = ".toml"
 PARAMETER_BYTES_MAX: Final = 1024 * 1024
-_ONNX: Final = "onnx:"
 
 
 class DeclaredModel(NamedTuple):
@@ -140,9 +140,10 @@ def _read(path: Path) -> str:
 
 
 def _located(location: str, folder: Path) -> str:
-    """A location whose path, if it has one, starts at this folder."""
-    if location.startswith(_ONNX):
-        return f"{_ONNX}{folder / location.removeprefix(_ONNX)}"
+    """A location whose path, if it has one, starts at this folder. One without a file may be on a hub."""
+    if prefix := format_of(location):
+        path = folder / location.removeprefix(prefix)
+        return f"{prefix}{path}" if prefix == "onnx:" or path.exists() else location
     source, colon, name = location.rpartition(":")
     return f"{folder / source}{colon}{name}" if source.endswith(".py") else location
 

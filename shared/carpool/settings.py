@@ -407,9 +407,9 @@ class WorkerSettings(ModelSource, CommonSettings):
     """Execute batches with a model, or with each model of a file."""
 
     model: CliPositionalArg[str] = Field(
-        description="module:Name, path/file.py:Name, onnx:FILE, square, docsearch, writer or "
-        "voice-activity; NAME=MODEL serves it under another name; FILE.toml has models, with parameters and "
-        "settings, and FILE.toml:NAME is one of them"
+        description="module:Name, path/file.py:Name, hf:FOLDER, st:FOLDER, onnx:FILE, square, docsearch, "
+        "writer or voice-activity; NAME=MODEL serves it under another name; FILE.toml has models, with "
+        "parameters and settings, and FILE.toml:NAME is one of them"
     )
     replicas: Replicas = Field(1, description="number of model processes; auto: one per device")
     device: Devices = "auto"

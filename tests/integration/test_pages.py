@@ -307,7 +307,7 @@ def test_page_of_a_framework_is_true(page: str, tmp_path: Path) -> None:
             for command in commands(block):
                 if command.line.startswith("carpool up "):
                     _, _, spec, *flags = command.line.replace("weights=", f"weights={tmp_path}/").split()
-                    stack.worker(f"{tmp_path}/{spec}", *flags)
+                    stack.worker(re.sub("^(hf:)?", rf"\1{tmp_path}/", spec), *flags)
                     stack.wait_for_model(spec.rpartition(":")[2])
                 else:
                     reader.enter(command)

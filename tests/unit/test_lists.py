@@ -405,6 +405,17 @@ def test_index_of_the_documents_has_each_page_once() -> None:
     compare("docs/README.md", named, {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"})
 
 
+def test_all_extras_but_the_largest_are_locked_and_documented() -> None:
+    extras = {*tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]}
+    locked = re.search(r"^EXTRAS = (.*)", read("Makefile"), re.MULTILINE)
+    assert locked is not None
+    compare("Makefile, EXTRAS", locked[1].split(), extras - {"transformers"})
+    rows = [
+        name for cell in first_cells(section("docs/operating.md", "### Installing")) for name in quoted(cell)
+    ]
+    compare("docs/operating.md, Installing", rows, extras - {"dev", "docs", "pages"})
+
+
 def test_targets_in_the_documents_exist() -> None:
     makefile = read("Makefile")
     targets = re.findall(r"^([a-z]+):", makefile, re.MULTILINE)

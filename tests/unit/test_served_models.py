@@ -179,6 +179,13 @@ def test_file_of_one_model_is_named_like_its_folder(folder: Path) -> None:
     assert (model.location, model.spec) == (f"onnx:{folder}/echo/net.onnx", "new=echo/carpool.toml:echo")
 
 
+def test_folder_of_transformers_is_beside_the_file_or_on_the_hub(folder: Path) -> None:
+    (folder / "here/tiny").mkdir(parents=True)
+    write("here/carpool.toml", "[models.a]\nobject = 'hf:tiny'\n[models.b]\nobject = 'st:somebody/else'")
+    found = served("here/carpool.toml")
+    assert [found["a"].location, found["b"].location] == [f"hf:{folder}/here/tiny", "st:somebody/else"]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

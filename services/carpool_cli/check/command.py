@@ -67,8 +67,8 @@ class CheckSettings(ModelSource, BodySettings):
     model_config = SettingsConfigDict(cli_parse_none_str="\0null")
 
     model: CliPositionalArg[str] = Field(
-        description="module:Name, path/file.py:Name, onnx:FILE, a ready-made model, or FILE.toml:NAME, as "
-        "for `carpool up`"
+        description="module:Name, path/file.py:Name, hf:FOLDER, st:FOLDER, onnx:FILE, a ready-made model, or "
+        "FILE.toml:NAME, as for `carpool up`"
     )
     body: CliPositionalArg[Texts] = Field(
         min_length=1, description="JSON, text, @FILE, @FILE.jsonl, @FOLDER or -; one or several"

@@ -1,8 +1,8 @@
 """From a model's name on the command line to the model.
 
-A model is `module:Name`, `path/file.py:Name`, `onnx:FILE`, or a name registered by an installed package: an
-entry point in the group `carpool.models`, such as `square = "carpool_worker.models.square:Square"` in
-pyproject.toml.
+A model is `module:Name`, `path/file.py:Name`, files that a ready-made model serves (`onnx:FILE`, `hf:FOLDER`,
+`st:FOLDER`), or a name registered by an installed package: an entry point in the group `carpool.models`, such
+as `square = "carpool_worker.models.square:Square"` in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ from carpool.plugins import UnusableError, find_object, hide_arguments
 from carpool.text_files import read_text
 
 MODELS_GROUP: Final = "carpool.models"
-_ONNX: Final = "onnx:"
+_ONNX, _LANGUAGE, _SENTENCES = "onnx:", "hf:", "st:"
+_FORMATS: Final = (_ONNX, _LANGUAGE, _SENTENCES)
 _OBJECTS_SHOWN: Final = 8
+
+
+def format_of(location: str) -> str:
+    """What a location begins with if it names files for a ready-made model, such as `onnx:`; else empty."""
+    return next((prefix for prefix in _FORMATS if location.startswith(prefix)), "")
 
 
 def registered_names() -> list[str]:
@@ -34,10 +40,16 @@ def model_name(spec: str) -> tuple[str, str]:
     if equals and MODEL_NAME.fullmatch(name):
         return name, location
     location = spec
-    if location.startswith(_ONNX):
+    prefix = format_of(location)
+    files = location.removeprefix(prefix)
+    if prefix == _ONNX:
         from carpool_worker.models import onnx  # noqa: PLC0415 (an optional extra)
 
-        name = onnx.model_name(Path(location.removeprefix(_ONNX)))
+        name = onnx.model_name(Path(files))
+    elif prefix:
+        from carpool_worker.models.hf import source  # noqa: PLC0415 (an optional extra)
+
+        name = source.model_name(files)
     else:
         name = location.rpartition(":")[2]
     if not MODEL_NAME.fullmatch(name):
@@ -55,10 +67,20 @@ def find_model(location: str, folder: Path | None = None, settings: Mapping[str,
     `sys.argv` is that of a program without arguments.
     """
     hide_arguments(location)
-    if location.startswith(_ONNX):
+    prefix = format_of(location)
+    files = location.removeprefix(prefix)
+    if prefix == _ONNX:
         from carpool_worker.models.onnx import OnnxModel  # noqa: PLC0415 (an optional extra)
 
-        return OnnxModel(location.removeprefix(_ONNX), settings)
+        return OnnxModel(files, settings)
+    if prefix == _LANGUAGE:
+        from carpool_worker.models.hf.language_model import LanguageModel  # noqa: PLC0415 (likewise)
+
+        return LanguageModel(files)
+    if prefix == _SENTENCES:
+        from carpool_worker.models.hf.sentence_model import SentenceModel  # noqa: PLC0415 (likewise)
+
+        return SentenceModel(files)
     source, colon, name = location.rpartition(":")
     if source and name:
         return find_object(location, folder)
@@ -71,8 +93,8 @@ def find_model(location: str, folder: Path | None = None, settings: Mapping[str,
     similar = difflib.get_close_matches(location, registered, n=1)
     hint = f"did you mean {similar[0]!r}? Or " if similar else ""
     raise UnusableError(
-        f"model {location!r} does not exist: {hint}write module:Name, path/file.py:Name, onnx:FILE, "
-        f"or a registered name ({', '.join(registered) or 'none'})"
+        f"model {location!r} does not exist: {hint}write module:Name, path/file.py:Name, hf:FOLDER, "
+        f"st:FOLDER, onnx:FILE, or a registered name ({', '.join(registered) or 'none'})"
     )
 
 
