@@ -81,9 +81,9 @@ $(STAMP): $(LOCK) pyproject.toml
 
 # The lock also has what building the project needs, because the install runs without build isolation. Images have
 # locks of their own with the same versions: one for what runs in them, one for building the wheel. The extra
-# `transformers` is in none: PyTorch is a hundred times as large as all others, and has a build for each GPU. Package sources
-# that are configured on this machine are ignored, so that the hashes are those of the public files.
-EXTRAS = dev docs embedded gateway onnx pages plot uvloop voice
+# `transformers` is in none: PyTorch is a hundred times as large as all others, and has a build for each GPU.
+# Package sources that are configured on this machine are ignored, so that the hashes are those of the public files.
+EXTRAS = dev docs embedded gateway grpc onnx pages plot uvloop voice
 COMPILE = env -u UV_INDEX -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS build/lock/bin/uv pip compile --no-config --quiet \
   --universal --python-version 3.11 --fork-strategy fewest --generate-hashes --no-strip-extras --no-annotate \
   --custom-compile-command 'make lock'
