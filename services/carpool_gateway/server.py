@@ -474,10 +474,12 @@ class Connection(asyncio.Protocol):
     def _write_part(self, exchange: Exchange, part: bytes) -> None:
         if exchange.is_gone:
             return
-        if exchange.takes_parts:
-            self._transport.writelines((b"%x\r\n" % len(part), part, b"\r\n"))
-        else:
+        if not exchange.takes_parts:
             self._transport.write(part)
+        elif len(part) <= JOINED_BYTES_MAX:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        else:
+            self._transport.writelines((b"%x\r\n" % len(part), part, b"\r\n"))
 
     def write_end(self, exchange: Exchange) -> None:
         """End such an answer."""

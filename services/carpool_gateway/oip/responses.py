@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -292,12 +293,18 @@ def _element(result: RowResult, is_chosen: bool) -> bytes:
     body = bytes(result.body)
     if is_chosen or not is_value(result.content_type):
         return body
-    if result.content_type == JSON and body[:1] != b'"':
-        return body
+    if result.content_type == JSON:
+        if body[:1] != b'"':
+            return body
+        with suppress(msgspec.DecodeError):  # what it refuses is decoded below, which says why
+            return _TEXT.decode(body).encode()
     value = decode_result(result.content_type, body)
     if isinstance(value, str):
         return value.encode()
     return value if isinstance(value, bytes) else encode_body(JSON, value)
+
+
+_TEXT: Final = msgspec.json.Decoder(str)
 
 
 def _classified(tensor: OutputTensor, classes: int, labels: Sequence[str]) -> OutputTensor:
