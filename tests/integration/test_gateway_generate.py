@@ -92,6 +92,17 @@ def test_models_without_tensors_take_and_give_text(gateway: Service) -> None:
     assert generate(gateway, "Echo", body={"a": [1]}).json["text_output"] == '{"a":[1]}'
 
 
+def test_models_that_speak_completions_get_a_prompt(gateway: Service, shared: Stack) -> None:
+    shared.serve("writer")
+    order = {"text_input": "Return the", "max_tokens": 20, "parameters": {"seed": 1}, "id": "7"}
+    answer = generate(gateway, "writer", **order).json
+    assert answer["id"] == "7"
+    assert 0 < len(answer["text_output"]) <= 20
+    events = events_of(stream(gateway, "writer", **order))
+    assert "".join(event["text_output"] for event in events) == answer["text_output"]
+    assert len(events) > 1
+
+
 def test_a_whole_infer_request(gateway: Service) -> None:
     tensor = {"name": "count", "datatype": "INT32", "shape": [1, 1], "data": [3]}
     events = events_of(stream(gateway, "Counter", inputs=[tensor], id="7", outputs=[{"name": "square"}]))

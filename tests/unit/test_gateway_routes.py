@@ -43,7 +43,7 @@ def written(route: Route) -> str:
 def test_metrics_know_the_names_of_all_routes() -> None:
     names = {route.name for route in TABLE}
     of_http = {route for route in ROUTES if not route.startswith("grpc_")}
-    # Which `infer` becomes, and a completion; messages of a WebSocket; what is found nowhere.
+    # What `infer` becomes, and a completion; messages of a WebSocket; what is found nowhere.
     assert names | {"stream", "v1_stream", "websocket_request", "none"} == of_http
     assert {route for _, route in calls()} | {"grpc_stream_infer"} == set(ROUTES) - of_http
 

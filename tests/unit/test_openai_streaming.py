@@ -8,10 +8,13 @@ from typing import Any, cast
 
 import pytest
 
+from carpool.client.entries import Encoded
 from carpool.client.sinks import Reply
 from carpool.client.streams import StreamTarget
 from carpool.errors import InternalError
 from carpool.messages.results import Chunk, Result
+from carpool_gateway.chunks import Chunks
+from carpool_gateway.limits import BodyMemory
 from carpool_gateway.openai.requests import Asked
 from carpool_gateway.v1 import streaming
 
@@ -35,15 +38,34 @@ class Exchange:
         self.parts.append(part)
         self.written.set()
 
+    def write_if_read(self, part: bytes) -> None:
+        self.parts.append(part)
+        self.written.set()
+
     def end(self) -> None:
         self.has_ended = True
 
 
-def answer_of(exchange: Exchange, *targets: StreamTarget) -> asyncio.Task[None]:
-    packer = SimpleNamespace(loop=asyncio.get_running_loop(), close_stream=StreamTarget.close)
-    asked = Asked([b""] * len(targets), is_stream=True)
-    writer = streaming._Answer(cast(Any, exchange), "completions", asked, targets, cast(Any, packer))
+def answer_of(exchange: Exchange, *chunks: Chunks) -> asyncio.Task[None]:
+    asked = Asked([b""] * len(chunks), is_stream=True)
+    writer = streaming._Answer(cast(Any, exchange), "completions", asked, chunks)
     return asyncio.ensure_future(writer.write())
+
+
+def chunks_and_target() -> tuple[Chunks, StreamTarget]:
+    """Chunks of a request that is not sent, and where they come."""
+    sent: list[StreamTarget] = []
+
+    def add(*arguments: Any) -> str:
+        sent.append(arguments[5])
+        return "id"
+
+    packer = SimpleNamespace(loop=asyncio.get_running_loop(), close_stream=StreamTarget.close, add=add)
+    producer, body = cast(Any, SimpleNamespace(packer=packer)), Encoded(JSON, b"", b"")
+    chunks = Chunks(
+        producer, cast(Any, None), body, {}, None, memory=BodyMemory(1 << 30), unread_bytes_max=1 << 20
+    )
+    return chunks, sent[0]
 
 
 def put(target: StreamTarget, text: str) -> None:
@@ -56,8 +78,8 @@ def end(target: StreamTarget) -> None:
 
 async def test_comments_are_written_while_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "_COMMENT_INTERVAL_S", 0.001)
-    exchange, target = Exchange(), StreamTarget(asyncio.Queue())
-    task = answer_of(exchange, target)
+    exchange, (chunks, target) = Exchange(), chunks_and_target()
+    task = answer_of(exchange, chunks)
     put(target, "one")
     while b":\n\n" not in exchange.parts:
         exchange.written.clear()
@@ -72,8 +94,9 @@ async def test_comments_are_written_while_nothing_comes(monkeypatch: pytest.Monk
 
 
 async def test_one_choice_that_fails_ends_all() -> None:
-    exchange, targets = Exchange(), [StreamTarget(asyncio.Queue()) for _ in range(3)]
-    task = answer_of(exchange, *targets)
+    exchange = Exchange()
+    chunks, targets = zip(*[chunks_and_target() for _ in range(3)], strict=True)
+    task = answer_of(exchange, *chunks)
     for target in targets:
         put(target, "a")
     while len(exchange.parts) < 3:

@@ -4,7 +4,9 @@
 
 A name in the request is an input of the model, or else a parameter. A model that declares no inputs takes
 `text_input`, a text, or `body`, any JSON value: what it gets is that value. One that declares no outputs
-answers with `text_output`. A request with `inputs` is a whole infer request, and is answered as such.
+answers with `text_output`. One that speaks completions of OpenAI's API gets `{"prompt": ...}` with all
+parameters, and its pieces are texts. A request with `inputs` is a whole infer request, and is answered as
+such.
 
 Errors begin with Triton's words, for which its clients look.
 """
@@ -18,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from carpool.messages.requests import JSON
+from carpool.spoken import COMPLETIONS
 from carpool.wire.tensors import TensorSpec
 from carpool_gateway.oip.elements import Data, check_json, check_texts, from_list, to_json
 from carpool_gateway.oip.errors import ProtocolError
@@ -36,10 +39,12 @@ _AS_JSON: Final = {"content_type": JSON}
 
 
 class GenerateRequest(NamedTuple):
-    """`is_whole`: it is a whole infer request, and its responses are those of infer."""
+    """`is_whole`: it is a whole infer request, and its responses are those of infer. `prompt`: the body for a
+    model that speaks completions of OpenAI's API, whose pieces are the responses; else empty."""
 
     request: InferRequest
     is_whole: bool
+    prompt: bytes = b""
 
 
 def decode_generate(model: OfferedModel, body: bytes) -> GenerateRequest:
@@ -59,7 +64,18 @@ def decode_generate(model: OfferedModel, body: bytes) -> GenerateRequest:
     request_id = value.get(_ID, "")
     if type(request_id) is not str:
         raise ProtocolError("id: must be a text")
-    return GenerateRequest(request_of(request_id, tuple(found.inputs), found.parameters), False)
+    request = request_of(request_id, tuple(found.inputs), found.parameters)
+    if COMPLETIONS not in model.spoken.speaks or model.declares_inputs or TEXT_INPUT not in value:
+        return GenerateRequest(request, False)
+    prompt = msgspec.json.encode({"prompt": value[TEXT_INPUT], **request.parameters})
+    return GenerateRequest(request._replace(parameters={}), False, prompt)
+
+
+def encode_text(model: OfferedModel, request_id: str, text: str) -> bytes:
+    """The JSON of a response with a text."""
+    written = {_ID: request_id} if request_id else {}
+    written |= {"model_name": model.name, "model_version": model.version, TEXT_OUTPUT: text}
+    return msgspec.json.encode(written)
 
 
 def encode_generate(model: OfferedModel, request_id: str, outputs: Sequence[OutputTensor]) -> bytes:

@@ -73,7 +73,7 @@ class OpenAIInference:
         self._limits = limits
         self._default_timeout_s = default_timeout_s
         self._sink = _AnswerSink()
-        self._streams = Streams(producer)
+        self._streams = Streams(producer, limits)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def infer(self, caller: Caller, exchange: Exchange) -> Coroutine[Any, Any, None] | None:

@@ -14,15 +14,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from carpool.client.entries import Channel
-from carpool.client.envelopes import EnvelopeStreamSink
-from carpool.client.packing import Packer
+from carpool.client.entries import Channel, Encoded
 from carpool.client.producer import Producer
-from carpool.client.streams import AsyncStream, StreamTarget
 from carpool.errors import CarpoolError
 from carpool.messages.requests import JSON
 from carpool_gateway.answers import http_error_of
+from carpool_gateway.chunks import Chunks
 from carpool_gateway.exchange import Exchange
+from carpool_gateway.limits import Limits
 from carpool_gateway.native.infer import cancel
 from carpool_gateway.openai.answers import COMMENT, DONE, EVENT_HEADERS, EventFormat, error_event, text_of
 from carpool_gateway.openai.errors import after_acceptance
@@ -30,15 +29,14 @@ from carpool_gateway.openai.pieces import Written, usage_of
 from carpool_gateway.openai.requests import Asked
 
 _COMMENT_INTERVAL_S: Final = 15.0  # a proxy would end a connection on which nothing is written
-_COMMENT_DUE: Final = None  # in a queue of chunks
 
 
 class Streams:
     """Answers exchanges with events."""
 
-    def __init__(self, producer: Producer) -> None:
+    def __init__(self, producer: Producer, limits: Limits) -> None:
         self._producer = producer
-        self._sink = EnvelopeStreamSink()
+        self._limits = limits
 
     async def answer(
         self,
@@ -54,41 +52,44 @@ class Streams:
         before the first event."""
         if exchange.is_gone:
             return
-        task, packer = asyncio.current_task(), self._producer.packer
+        task = asyncio.current_task()
         assert task is not None
         exchange.on_gone = lambda _: cancel(task)
-        targets: list[StreamTarget] = []
+        streams: list[Chunks] = []
         try:
             for body in asked.bodies:
-                target = StreamTarget(asyncio.Queue())
-                targets.append(target)
-                target.correlation_id = packer.add(
-                    channel, (JSON, b"", body), fields, timeout_s, self._sink, target, own_id
+                chunks = Chunks(
+                    self._producer,
+                    channel,
+                    Encoded(JSON, b"", body),
+                    fields,
+                    timeout_s,
+                    memory=exchange.connection.memory,
+                    unread_bytes_max=self._limits.unread_bytes,
+                    correlation_id=own_id,
                 )
-            await _Answer(exchange, interface, asked, targets, packer).write()
+                streams.append(chunks)
+            await _Answer(exchange, interface, asked, streams).write()
         finally:
-            for target in targets:
-                if not target.ended:
-                    packer.close_stream(target)
+            for chunks in streams:
+                chunks.close()
 
 
 class _Answer:
-    """The events of one exchange. `targets`: of its prompts, each a choice."""
+    """The events of one exchange. `streams`: of its prompts, each a choice."""
 
     def __init__(
         self,
         exchange: Exchange,
         interface: str,
         asked: Asked,
-        targets: Sequence[StreamTarget],
-        packer: Packer,
+        streams: Sequence[Chunks],
     ) -> None:
         self._exchange = exchange
         self._interface = interface
         self._has_usage = asked.has_usage
-        self._targets = targets
-        self._packer = packer
-        self._written = [Written() for _ in targets]
+        self._streams = streams
+        self._written = [Written() for _ in streams]
         self._format: EventFormat | None = None  # once the answer has begun
         self._is_quiet = False  # nothing was written for some time
         self._timer: asyncio.TimerHandle | None = None
@@ -111,7 +112,7 @@ class _Answer:
 
     async def _write_choices(self) -> None:
         """Write what the model writes for each prompt. Raises CarpoolErrors: that of one choice ends all."""
-        choices = [self._write_choice(index, target) for index, target in enumerate(self._targets)]
+        choices = [self._write_choice(index, chunks) for index, chunks in enumerate(self._streams)]
         if len(choices) == 1:
             await choices[0]
             return
@@ -122,22 +123,13 @@ class _Answer:
             for task in tasks:
                 task.cancel()
 
-    async def _write_choice(self, index: int, target: StreamTarget) -> None:
-        written, has_chunks = self._written[index], False
-        stream = AsyncStream(target, self._packer.close_stream, self._packer.loop)
-        while True:
-            try:
-                item = await anext(stream)
-            except StopAsyncIteration:
-                break
-            if item is _COMMENT_DUE:
-                await self._exchange.write(COMMENT)
-                continue
-            has_chunks = True
-            await self._write_text(index, text_of(item.content_type, item.body, written))
-        reply = stream.reply
+    async def _write_choice(self, index: int, chunks: Chunks) -> None:
+        written = self._written[index]
+        async for item in chunks:
+            await self._write_text(index, text_of(item.content_type, item.body or b"", written))
+        reply = chunks.reply
         assert reply is not None, "the stream has ended without an error"
-        if not has_chunks:  # a model that steps may finish a request without a chunk
+        if not chunks.count:  # a model that steps may finish a request without a chunk
             result = reply.value
             await self._write_text(index, text_of(result.content_type, result.body, written))
         form = await self._begun()
@@ -156,7 +148,7 @@ class _Answer:
             exchange = self._exchange
             self._format = EventFormat(
                 self._interface,
-                correlation_id=self._targets[0].correlation_id or "",
+                correlation_id=self._streams[0].correlation_id,
                 model=exchange.model,
                 created_s=int(time.time()),
                 has_usage=self._has_usage,
@@ -178,10 +170,9 @@ class _Answer:
 
     def _comment_later(self) -> None:
         self._is_quiet = True
-        self._timer = self._packer.loop.call_later(_COMMENT_INTERVAL_S, self._comment_if_quiet)
+        self._timer = asyncio.get_running_loop().call_later(_COMMENT_INTERVAL_S, self._comment_if_quiet)
 
     def _comment_if_quiet(self) -> None:
-        target = next((one for one in self._targets if not one.ended), None)
-        if self._is_quiet and target is not None and target.queue.empty():
-            target.queue.put_nowait(_COMMENT_DUE)
+        if self._is_quiet:
+            self._exchange.write_if_read(COMMENT)
         self._comment_later()

@@ -10,9 +10,9 @@ before the first response, the only event says so, and the answer has the status
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from carpool.errors import CarpoolError, UnimplementedError
 from carpool_gateway.answers import JSON_HEADER, error_body, http_error_of
@@ -20,8 +20,16 @@ from carpool_gateway.content_encoding import decompress
 from carpool_gateway.events import Events
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import Limits
-from carpool_gateway.oip.generate import GenerateRequest, decode_generate, encode_generate, encode_whole
+from carpool_gateway.oip.generate import (
+    GenerateRequest,
+    decode_generate,
+    encode_generate,
+    encode_text,
+    encode_whole,
+)
 from carpool_gateway.oip.models import OfferedModel
+from carpool_gateway.oip.requests import InferRequest
+from carpool_gateway.openai.pieces import Written
 from carpool_gateway.tensor_requests import LARGE_JSON_BYTES, Asked
 from carpool_gateway.v2.streams import Outputs, Responses, TensorStreams, is_large_json
 
@@ -38,7 +46,11 @@ class Generating:
 
     async def generate(self, asked: Asked, exchange: Exchange) -> None:
         """Answer with the only response. Raises HttpError and CarpoolErrors."""
-        model, (request, is_whole) = await self._read(exchange)
+        model, (request, is_whole, prompt) = await self._read(exchange)
+        if prompt:
+            texts = [text async for text in self._texts(asked, model, prompt, request, exchange)]
+            exchange.respond(200, JSON_HEADER, encode_text(model, request.id, "".join(texts)))
+            return
         # What a model without outputs of its own makes is put end to end.
         is_joined = not model.declares_outputs
         responses = await self._streams.send(
@@ -52,18 +64,36 @@ class Generating:
 
     async def generate_stream(self, asked: Asked, exchange: Exchange) -> None:
         """Answer with an event for each response. Raises HttpError and CarpoolErrors if it cannot be sent."""
-        model, (request, is_whole) = await self._read(exchange)
+        model, (request, is_whole, prompt) = await self._read(exchange)
+        if prompt:
+            with Events(exchange, _CONTENT_TYPE) as events:
+                texts = self._texts(asked, model, prompt, request, exchange)
+                await self._write_events(events, texts, partial(encode_text, model, request.id))
+            return
         responses = await self._streams.send(asked, model, request, exchange.connection.memory)
         async with responses:
             with Events(exchange, _CONTENT_TYPE) as events:
                 await self._write_events(events, responses, _encode(model, request.id, is_whole=is_whole))
 
-    async def _write_events(self, events: Events, responses: Responses, encode: Encode) -> None:
+    async def _texts(
+        self, asked: Asked, model: OfferedModel, prompt: bytes, request: InferRequest, exchange: Exchange
+    ) -> AsyncIterator[str]:
+        """What a model that speaks completions writes, piece by piece."""
+        written, memory = Written(), exchange.connection.memory
+        async with await self._streams.send_value(asked, model.name, prompt, request, memory) as chunks:
+            async for item in chunks:
+                if text := written.add(item.content_type, item.body or b""):
+                    yield text
+
+    async def _write_events(
+        self, events: Events, responses: AsyncIterator[Any], encode: Callable[[Any], bytes]
+    ) -> None:
         """Write responses, each at once."""
         try:
             async for outputs in responses:
                 write = partial(encode, outputs)
-                written = await self._streams.compute(write) if is_large_json(outputs) else write()
+                is_large = not isinstance(outputs, str) and is_large_json(outputs)
+                written = await self._streams.compute(write) if is_large else write()
                 await events.write(b"data: %b\n\n" % written)
         except CarpoolError as error:
             failure = http_error_of(error)
