@@ -23,6 +23,8 @@ class StopTexts:
     `stop`: the texts; none may be empty. `sent`: if another process wrote the beginning of the text, what it
     sent of that. It is not returned again, and `add` gets what follows it. Raises ValueError for an empty
     stop text, and TypeError for one text in place of a list.
+
+    `has_stopped`: whether a stop text was found; the text has ended then.
     """
 
     __slots__ = ("_held", "_longest", "_sent_chars", "_stop", "has_stopped")

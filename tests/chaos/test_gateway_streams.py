@@ -24,9 +24,10 @@ def test_what_a_client_has_seen_is_the_beginning_of_the_text(stack: Stack) -> No
     stack.redis.config_set("appendfsync", "always")
     batchers = [stack.batcher(), stack.batcher()]
     workers = [stack.worker(TOLD, *LEASE) for _ in range(2)]
-    gateways = [stack.gateway(), stack.gateway()]
+    gateways = [stack.gateway("--grpc-port", "0") for _ in range(2)]
     stack.wait_for_model(MODEL, 2)
-    with Readers([gateway.url for gateway in gateways], FRONT_ENDS) as readers:
+    rpc = {gateway.url: gateway.wait_for("gateway started")["grpc"] for gateway in gateways}
+    with Readers([*rpc], rpc, FRONT_ENDS) as readers:
         readers.wait_for_more(2)
 
         readers.wait_until_open()

@@ -1,6 +1,6 @@
 """Readers of streams at the front ends of a gateway, and what they have seen, for the model `Told`.
 
-    with Readers([gateway.url, other.url], FRONT_ENDS) as readers:
+    with Readers([gateway.url, other.url], rpc, FRONT_ENDS) as readers:
         readers.wait_for_more(8)        # of each front end
         ...
     assert readers.faults() == []
@@ -18,13 +18,17 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from http.client import HTTPConnection, HTTPException
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
-from urllib.parse import urlsplit
 
+import grpc
+
+from carpool.messages.requests import JSON
+from support.http import Connection, request
 from support.models.stepping import text_of
+from support.rpc import Rpc, infer_request, outputs_of
 from support.waiting import EVENTUALLY_S, wait_until
+from support.websocket import CLOSE, Socket
 
 MODEL: Final = "Told"
 COMPLETE, FAILED, REFUSED, BROKEN = "complete", "failed", "refused", "broken"
@@ -38,32 +42,22 @@ class RefusedError(Exception):
     """The server answered with an error before the text began."""
 
 
-# Reads the chunks of a text. Raises FailedError, RefusedError, and for a connection that broke OSError or
-# HTTPException.
+# Reads the chunks of a text. Raises FailedError, RefusedError, and OSError for a connection that broke.
 FrontEnd = Callable[[str, str, int], Iterator[str]]
 
 
 def _events(url: str, path: str, body: Mapping[str, Any], **headers: str) -> Iterator[tuple[str, str]]:
-    """The names and the data of the events of an answer."""
-    address = urlsplit(url)
-    assert address.hostname is not None
-    connection = HTTPConnection(address.hostname, address.port, timeout=EVENTUALLY_S)
-    try:
-        data = json.dumps(body)
-        connection.request("POST", path, data, {"Content-Type": "application/json", **headers})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise RefusedError(f"{answer.status}: {answer.read()!r}")
-        name = "message"
-        while line := answer.readline():
-            field, _, value = line.decode().rstrip("\n").partition(": ")
-            if field == "event":
-                name = value
-            elif field == "data":
-                yield name, value
-                name = "message"
-    finally:
-        connection.close()
+    """The names and the data of the events of an answer, each of which is a part of it."""
+    with Connection(url) as connection:
+        sent = json.dumps(body).encode()
+        connection.send(request("POST", path, sent, Content_Type="application/json", **headers))
+        answer = connection.answer(has_body=False)
+        if answer.code != 200:
+            raise RefusedError(str(answer.code))
+        while event := connection.part().decode():
+            fields = dict(line.split(": ", 1) for line in event.splitlines() if ": " in line)
+            if "data" in fields:  # else it is a comment
+                yield fields.get("event", "message"), fields["data"]
 
 
 def native(url: str, prompt: str, count: int) -> Iterator[str]:
@@ -78,7 +72,68 @@ def native(url: str, prompt: str, count: int) -> Iterator[str]:
     raise ConnectionError("the events have no end")
 
 
-FRONT_ENDS: Final[Mapping[str, FrontEnd]] = {"native": native}
+def completions(url: str, prompt: str, count: int) -> Iterator[str]:
+    """OpenAI's API."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "stream": True}
+    for _, data in _events(url, "/v1/completions", body):
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise FailedError(data)
+        yield event["choices"][0]["text"]
+    raise ConnectionError("the events have no end")
+
+
+def generate(url: str, prompt: str, count: int) -> Iterator[str]:
+    """Triton's extension `generate`. The end is that of the answer."""
+    body = {"text_input": prompt, "max_tokens": count}
+    for _, data in _events(url, f"/v2/models/{MODEL}/generate_stream", body):
+        event = json.loads(data)
+        if "error" in event:
+            raise FailedError(data)
+        yield event["text_output"]
+
+
+def websocket(url: str, prompt: str, count: int) -> Iterator[str]:
+    """Messages of a WebSocket."""
+    with Socket(url, f"/carpool/v1/models/{MODEL}/stream") as socket:
+        socket.send({"id": "1", "body": {"prompt": prompt, "max_tokens": count}})
+        while True:
+            opcode, payload = socket.message()
+            if opcode == CLOSE:
+                raise ConnectionError(f"closed: {payload!r}")
+            message = json.loads(payload)
+            if "error" in message:
+                raise FailedError(payload)
+            if "end" in message:
+                return
+            yield message["chunk"]
+
+
+def grpc_stream(target: str, prompt: str, count: int) -> Iterator[str]:
+    """ModelStreamInfer of gRPC."""
+    body = json.dumps({"prompt": prompt, "max_tokens": count}).encode()
+    asked = infer_request(MODEL, ("body", [[body]]))
+    asked.inputs[0].parameters["content_type"].string_param = JSON
+    try:
+        with Rpc(target) as rpc:
+            for response in rpc.stream([asked]):
+                if response.error_message:
+                    raise FailedError(response.error_message)
+                for rows in outputs_of(response.infer_response).values():
+                    yield from map(bytes.decode, rows)
+    except grpc.RpcError as error:
+        raise ConnectionError(str(error)) from None
+
+
+FRONT_ENDS: Final[Mapping[str, FrontEnd]] = {
+    "native": native,
+    "completions": completions,
+    "generate": generate,
+    "websocket": websocket,
+    "grpc": grpc_stream,
+}
 
 
 class Seen(NamedTuple):
@@ -100,10 +155,20 @@ class Seen(NamedTuple):
 
 
 class Readers:
-    """A thread for each front end, which reads one text after another. `seen`: what has ended."""
+    """A thread for each front end, which reads one text after another. `seen`: what has ended.
 
-    def __init__(self, urls: Sequence[str], front_ends: Mapping[str, FrontEnd], length_max: int = 60) -> None:
+    `urls`: of gateways. `rpc`: the addresses of the same gateways for gRPC, by URL.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        rpc: Mapping[str, str],
+        front_ends: Mapping[str, FrontEnd],
+        length_max: int = 60,
+    ) -> None:
         self.urls = list(urls)
+        self._rpc = rpc
         self.seen: list[Seen] = []
         self.open: Counter[str] = Counter()  # texts that are being read and have begun, by URL
         self._length_max = length_max
@@ -171,7 +236,7 @@ class Readers:
         prompt, count = f"{name} {number}", random.randint(5, self._length_max)
         text, end, why = "", COMPLETE, ""
         try:
-            for chunk in front_end(url, prompt, count):
+            for chunk in front_end(self._rpc[url] if name == "grpc" else url, prompt, count):
                 if not text:
                     self.open[url] += 1
                 text += chunk
@@ -179,7 +244,7 @@ class Readers:
             end, why = FAILED, str(error)
         except RefusedError as error:
             end, why = REFUSED, str(error)
-        except (OSError, HTTPException) as error:
+        except OSError as error:
             end, why = BROKEN, repr(error)
         if text:
             self.open[url] -= 1

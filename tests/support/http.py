@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 
 class Connection:
-    """One connection to a server."""
+    """One connection to a server. What reads raises ConnectionError if it ends too early."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -109,14 +109,16 @@ class Connection:
         """All that was received and not returned, as soon as this is in it."""
         while end not in self._buffer:
             data = self._receive()
-            assert data, f"the connection was closed after {self._buffer!r:.200}"
+            if not data:
+                raise ConnectionError(f"the connection was closed after {self._buffer!r:.200}")
             self._buffer += data
         return self._buffer
 
     def _take(self, size: int) -> bytes:
         while len(self._buffer) < size:
             data = self._receive()
-            assert data, f"the connection was closed after {len(self._buffer)} of {size} bytes"
+            if not data:
+                raise ConnectionError(f"the connection was closed after {len(self._buffer)} of {size} bytes")
             self._buffer += data
         taken, self._buffer = self._buffer[:size], self._buffer[size:]
         return taken

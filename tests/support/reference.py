@@ -34,6 +34,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
         "StateSpec",
         "RequestClient",
         "AsyncRequestClient",
+        "StopTexts",
     ),
     "carpool.client": ("RequestOptions", "Stream", "AsyncStream", "BlockingSequence", "AsyncSequence"),
     "carpool.errors": (
@@ -68,7 +69,7 @@ _DEFINITION: Final = re.compile(r"(?:`[\w*]+`, )*`[\w*]+`: ")
 # What users make themselves. All else they are given.
 MADE_BY_USERS: Final = (
     *("Client", "AsyncClient", "LocalClient", "LocalAsyncClient"),
-    *("TensorSpec", "StateSpec", "OnnxModel"),
+    *("TensorSpec", "StateSpec", "OnnxModel", "StopTexts"),
 )
 _OPTIONS: Final = re.compile(r"\*&lt;class &#x27;(.*?)&#x27;&gt;")  # how pdoc shows Unpack[...]
 _FIELD: Final = re.compile(r"Alias for field number \d+")

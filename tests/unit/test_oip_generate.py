@@ -44,7 +44,7 @@ def refused(model: OfferedModel, body: Any) -> str:
 
 def test_names_are_inputs_or_else_parameters() -> None:
     document = {"id": "42", "PROMPT": "a", "ids": [7, 8], "STREAM": True, "top": 0.5, "parameters": {"n": 1}}
-    request, is_whole = decode_generate(LLM, json.dumps(document).encode())
+    request, is_whole, _ = decode_generate(LLM, json.dumps(document).encode())
     assert not is_whole
     assert (request.id, dict(request.parameters)) == ("42", {"top": 0.5, "n": 1})
     planned = plan(LLM, request)
@@ -58,7 +58,7 @@ def test_names_are_inputs_or_else_parameters() -> None:
 
 
 def test_parameters_of_the_protocol_have_their_meaning() -> None:
-    request, _ = decode_generate(ANYTHING, b'{"text_input": "a", "priority": 1, "timeout": 5000}')
+    request, _, _ = decode_generate(ANYTHING, b'{"text_input": "a", "priority": 1, "timeout": 5000}')
     assert (request.priority, request.timeout_us, request.parameters) == (9, 5000, {})
     assert "reserved" in refused(ANYTHING, {"text_input": "a", "triton_x": 1})
 
@@ -66,7 +66,7 @@ def test_parameters_of_the_protocol_have_their_meaning() -> None:
 @pytest.mark.parametrize("value", ["a", {"prompt": "a", "n": [1]}, None, 7])
 def test_a_model_without_inputs_gets_the_value(value: Any) -> None:
     name = "text_input" if isinstance(value, str) else "body"
-    request, _ = decode_generate(ANYTHING, json.dumps({name: value}).encode())
+    request, _, _ = decode_generate(ANYTHING, json.dumps({name: value}).encode())
     planned = plan(ANYTHING, request)
     assert planned.content_type == JSON
     assert values_of(planned) == [value]
@@ -74,7 +74,7 @@ def test_a_model_without_inputs_gets_the_value(value: Any) -> None:
 
 def test_a_whole_infer_request_is_one() -> None:
     model = identity("INT32")
-    request, is_whole = decode_generate(model, written(tensor([1, 2], "INT32"), id="7"))
+    request, is_whole, _ = decode_generate(model, written(tensor([1, 2], "INT32"), id="7"))
     assert is_whole
     assert request.id == "7"
     assert "binary data" in refused(
@@ -95,7 +95,7 @@ def test_a_whole_infer_request_is_one() -> None:
 )
 def test_shapes_are_those_that_the_elements_fill(shape: Any, count: int, expected: Any) -> None:
     model = offered([TensorSpec("x", "INT32", shape)], [])
-    request, _ = decode_generate(model, json.dumps({"x": list(range(count))}).encode())
+    request, _, _ = decode_generate(model, json.dumps({"x": list(range(count))}).encode())
     assert request.inputs[0].shape == expected
 
 
@@ -136,7 +136,7 @@ def test_a_model_without_inputs_takes_one_value(body: Any) -> None:
 
 
 def encoded(model: OfferedModel, *values: Any) -> bytes:
-    request, _ = decode_generate(model, as_one(model))
+    request, _, _ = decode_generate(model, as_one(model))
     return encode_generate(model, request.id, join_results(model, plan(model, request), [packed(*values)]))
 
 
