@@ -78,6 +78,12 @@ def countdown(body: int) -> Iterator[int]:
     yield from range(body, 0, -1)
 
 
+def words(body: str) -> Iterator[str]:
+    """Forty words after the text `body`."""
+    for number in range(40):
+        yield f"{body} {number} "
+
+
 def endless(body: dict[str, Any]) -> Iterator[str]:
     """The text `text`, `count` times or without an end. A file `closed` is written when that is over."""
     try:
