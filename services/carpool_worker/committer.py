@@ -103,7 +103,7 @@ class Committer:
         execution.separate()
         positions: list[int] = []
         size_bytes = 0
-        for position in execution.results.keys() - execution.answered_ahead:
+        for position in execution.not_answered:
             positions.append(position)
             size_bytes += len(execution.results[position].body or b"")
             size_bytes += len(execution.states.get(position, b""))
@@ -126,7 +126,7 @@ class Committer:
         execution.separate()
         start = Start(position, execution.start_counts.get(position, 0) + 1)
         try:
-            self._answer(execution, list(execution.results.keys() - execution.answered_ahead), start)
+            self._answer(execution, list(execution.not_answered), start)
         except CommandError as error:
             raise _fenced_if_emptied(execution, error) from error
         execution.start_counts[position] = start.number

@@ -84,6 +84,7 @@ class Execution:
         default_factory=set
     )  # positions whose result is written, before the commit
     dead_letters: list[DeadLetter] = field(default_factory=list)
+    given_up: set[int] = field(default_factory=set)  # the positions of their requests
     ready_us: int = 0  # when it was decoded, by Redis's clock
     waited_us: int = 0  # time in which it waited for the model process, undecoded or decoded
     input_us: int = 0  # time spent decoding
@@ -199,6 +200,12 @@ class Execution:
 
     # --- results -------------------------------------------------------------------------------------------
 
+    @property
+    def not_answered(self) -> set[int]:
+        """Positions whose single results may be written ahead of the commit. Those that were given up are not
+        among them: should this worker die before the commit, another one must write their dead letters."""
+        return self.results.keys() - self.answered_ahead - self.given_up
+
     def dead_letter(self, position: int, reason: str = "") -> None:
         """Give up a request: keep it as a dead letter, and answer its producer ABORTED. `reason`: if no model
         process or worker died of it."""
@@ -208,6 +215,7 @@ class Execution:
             if self.cause_of_death:
                 reason += f"; the last time: {self.cause_of_death}"
         self.dead_letters.append(DeadLetter(self.batch.requests[position], reason, deaths))
+        self.given_up.add(position)
         self.fail(position, ABORTED, f"{GIVEN_UP}: {reason}")
 
     def fail_frame(self, frame: Frame, detail: str) -> None:

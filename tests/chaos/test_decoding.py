@@ -94,7 +94,7 @@ def test_a_body_that_kills_each_worker_that_decodes_it_is_given_up(stack: Stack,
         "poison": "ABORTED",
         "b": "OK",
     }
-    # Results are written before the next request is executed alone, dead letters with the commit.
+    # Results are written before the next request is executed alone, and others with the commit.
     wait_until(lambda: stack.pending(MODEL) == 0, description="the batch is committed")
     assert stack.redis.xlen(Keys(MODEL).dead) == 1
 

@@ -46,13 +46,13 @@ class Worker:
         assert execution is not None
         return execution
 
-    def record_start(self, execution: Execution, *, lost_replies: int = 0) -> None:
+    def record_start(self, execution: Execution, position: int = 0, *, lost_replies: int = 0) -> None:
         """As its loop does, which repeats what failed."""
         for _ in range(lost_replies):
             self.link.fails_in, self.link.is_carried_out = 0, True
             with pytest.raises(LinkError):
-                self.committer.record_start(execution, 0)
-        self.committer.record_start(execution, 0)
+                self.committer.record_start(execution, position)
+        self.committer.record_start(execution, position)
 
 
 @pytest.fixture
@@ -62,10 +62,13 @@ def url() -> Iterator[str]:
         link = Link(server.url, name="test")
         worker, batcher = WorkerStore(link, KEYS), BatcherStore(link, KEYS)
         worker.register({"max_batch_size": 8})
-        fields = {"correlation_id": "r", "body": json.dumps(1)}
-        _, (run,) = decode_entry(redis.xadd(KEYS.requests, fields), flat_of(fields), ModelSettings())
-        assert isinstance(run, Run)
-        batcher.dispatch([Dispatch([run], "full", "")], 60_000)
+        runs: list[Run] = []
+        for name in ("r", "s"):
+            fields = {"correlation_id": name, "body": json.dumps(1)}
+            _, (run,) = decode_entry(redis.xadd(KEYS.requests, fields), flat_of(fields), ModelSettings())
+            assert isinstance(run, Run)
+            runs.append(run)
+        batcher.dispatch([Dispatch(runs, "full", "")], 60_000)
         worker.start_fetch("dead", 1000)
         assert len(worker.finish_fetch()) == 1
         redis.script_load(results._ANSWER.source)  # else the reply that is lost would be that it is unknown
@@ -109,3 +112,25 @@ def test_each_start_of_one_worker_counts(url: str) -> None:
     for number in (1, 2):
         worker.record_start(execution, lost_replies=1)
         assert started(url, execution) == number
+
+
+def test_a_request_is_given_up_and_kept_together(url: str) -> None:
+    """Given a worker that gives up a request, and dies of the next one, expect the dead letter all the same:
+    its producer must not be told of one that nobody writes."""
+    worker = Worker(url, "w1")
+    execution = worker.reclaim()
+    for _ in range(DEATHS_MAX + 1):
+        worker.record_start(execution)
+    execution.dead_letter(0)
+    worker.record_start(execution, 1)
+    with redis_at(url, protocol=2) as redis:
+        assert not redis.exists(KEYS.result("r"))
+        # Given that this worker dies, too
+        worker = Worker(url, "w2")
+        execution = worker.reclaim()
+        assert execution.is_given_up(0)
+        execution.dead_letter(0)
+        execution.fail(1, "INTERNAL", "no")
+        worker.committer.commit(execution)
+        assert redis.exists(KEYS.result("r"))
+        assert redis.xlen(KEYS.dead) == 1
