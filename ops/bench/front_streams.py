@@ -1,10 +1,12 @@
-"""What streams at the front door cost: CPU time a chunk, and the memory of many readers, some of them slow.
+"""What streams at the front door cost: CPU time a chunk, time to the first one, and memory of many readers.
 
     .venv/bin/python ops/bench/front_streams.py chunks      # CPU time of each process for a chunk
+    .venv/bin/python ops/bench/front_streams.py first       # time to the first chunk, beside AsyncClient
     .venv/bin/python ops/bench/front_streams.py readers     # 1,000 readers: a tenth slow, fifty gone
 
 `chunks` reads streams as native events, from generate_stream, and on WebSockets, each several times in turn,
-of a model that emits a short text for each request every 5 ms. `readers` has a thousand native streams: of
+of a model that emits a short text for each request every 5 ms. `first` reads one stream after another in
+these ways, and with AsyncClient, over connections that are open. `readers` has a thousand native streams: of
 them 100, whose texts are long, read nothing more after the first, and 50 close their connections.
 """
 
@@ -18,7 +20,7 @@ import os
 import statistics
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
@@ -27,6 +29,7 @@ from urllib.parse import urlsplit
 import redis
 import service_processes
 
+from carpool import AsyncClient
 from carpool_cli.local.embedded import EmbeddedRedis
 
 MIB: Final = 1024 * 1024
@@ -34,6 +37,7 @@ SPEC: Final = f"tokens={Path(__file__)}:Tokens"
 STREAMS: Final = 32
 CHUNKS: Final = 300
 ROUNDS: Final = 5
+FIRSTS: Final = 500
 MEMORY: Final = ("--memory-bytes-max", str(16 * MIB), "--body-bytes-max", str(MIB))  # of `readers`
 
 
@@ -192,6 +196,43 @@ async def measure_chunks(stack: Stack) -> None:
         print(f"{way:20}", "  ".join(f"{name} {value:7.1f}" for name, value in medians.items()))
 
 
+async def _first_s(port: int, sent: bytes, chunk: bytes) -> float:
+    """How long the first chunk takes, over a connection that is open."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    started_s = time.perf_counter()
+    writer.write(sent)
+    await reader.readuntil(chunk)
+    took_s = time.perf_counter() - started_s
+    writer.close()
+    return took_s
+
+
+async def _first_of_client_s(client: AsyncClient, body: dict[str, Any]) -> float:
+    started_s = time.perf_counter()
+    took_s = 0.0
+    async for _ in client.stream("tokens", body):
+        took_s = took_s or time.perf_counter() - started_s
+    return took_s
+
+
+async def measure_first(stack: Stack) -> None:
+    """Print how long the first chunk of a lone stream takes, by how it is read."""
+    body = {"size": 6, "count": 1}
+    took_s: dict[str, list[float]] = {"AsyncClient": [], **{way: [] for way in WAYS}}
+    async with AsyncClient(stack.server.url) as client:
+        for _ in range(FIRSTS):
+            took_s["AsyncClient"].append(await _first_of_client_s(client, body))
+            for way, make in WAYS.items():
+                sent, chunk, _ = make(body)
+                took_s[way].append(await _first_s(stack.port, sent, chunk))
+    print(f"ms to the first chunk, of {FIRSTS} streams: p50, p95, p99, and p50 beside that of AsyncClient")
+    base_s = statistics.median(took_s["AsyncClient"])
+    for way, times_s in took_s.items():
+        cuts = statistics.quantiles(times_s, n=100)
+        figures = "  ".join(f"{1000 * cuts[at]:6.2f}" for at in (49, 94, 98))
+        print(f"{way:20} {figures}  {1000 * (cuts[49] - base_s):+6.2f}")
+
+
 async def measure_readers(stack: Stack) -> None:
     """Print the memory of each process while a thousand streams are read."""
     readers, slow, gone, count = 1000, 100, 50, 45
@@ -232,15 +273,22 @@ async def measure_readers(stack: Stack) -> None:
     print_memory(f"at the end, {whole} whole, {ended_slow} too slow")
 
 
+# By name: how long a step takes, the flags of the gateway, and what is measured.
+MEASURES: Final[dict[str, tuple[float, tuple[str, ...], Callable[[Stack], Coroutine[Any, Any, None]]]]] = {
+    "chunks": (0.005, (), measure_chunks),
+    "first": (0.001, (), measure_first),
+    "readers": (1.0, ("--request-timeout-s", "300", *MEMORY), measure_readers),
+}
+
+
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("chunks", "readers"))
-    what = parser.parse_args().what
-    is_chunks = what == "chunks"
-    stack = Stack(0.005) if is_chunks else Stack(1.0, "--request-timeout-s", "300", *MEMORY)
+    parser.add_argument("what", choices=MEASURES)
+    step_s, flags, measure = MEASURES[parser.parse_args().what]
+    stack = Stack(step_s, *flags)
     try:
-        asyncio.run((measure_chunks if is_chunks else measure_readers)(stack))
+        asyncio.run(measure(stack))
     finally:
         stack.stop()
 
