@@ -51,6 +51,7 @@ class Events:
             self.has_begun = True
             content_type = b"content-type: %b\r\n" % self._content_type
             self._exchange.begin(code, content_type + EVENT_HEADERS + headers)
+            self._exchange.empty_part = _COMMENT
             self._written_s = self._loop.time()
             self._timer = self._loop.call_later(COMMENT_INTERVAL_S, self._on_time)
 

@@ -92,6 +92,7 @@ class Exchange:
     is_last = False  # the connection ends with its answer
     is_gone = False
     is_chunked = False  # the answer is written in parts
+    empty_part = b""  # a part that means nothing to the client, if there is such a one
     on_gone: Callable[[Exchange], None] | None = None
     answer_to_error: Callable[[HttpError], tuple[bytes, bytes]] = staticmethod(error_answer)
 

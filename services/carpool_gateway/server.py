@@ -12,7 +12,7 @@
 - A request may be upgraded to another protocol, which is then given what comes, the deadlines and the drain.
 - A client that closes the connection has gone: `Exchange.on_gone` tells the handler. One that closes only
   its half of it, as `nc -N` does, is answered. TCP tells the two apart only once something is written, so an
-  interim response is: a closed connection refuses it.
+  interim response is, or among events a comment: a closed connection refuses it.
 - After an answer that ends the connection before all was read, what still comes is read and dropped for a
   moment. Otherwise TCP would reset the connection, and the client might lose the answer.
 
@@ -223,10 +223,17 @@ class Connection(asyncio.Protocol):
         self._answer_deadline_s = self.server.loop.time()  # look whether all is closed
         if self._writable is None:
             self.deadline_s = self._answer_deadline_s
-        current = self._current
-        if current is not None and current.takes_parts and not current.is_chunked:
-            self._transport.write(_CONTINUE)  # HTTP/1.0 has no interim response
+        if self._current is not None:
+            self._probe(self._current)
         return True
+
+    def _probe(self, current: Exchange) -> None:
+        """Write something that means nothing: a closed connection refuses it."""
+        if current.is_chunked:
+            if current.empty_part:
+                self.write_part_if_read(current, current.empty_part)
+        elif current.takes_parts:  # HTTP/1.0 has no interim response
+            self._transport.write(_CONTINUE)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.deadline_s = inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,20 @@ def test_a_client_that_goes_withdraws_the_request(gateway: Service, shared: Stac
     connection.until(b"data: ")
     connection.close()
     shared.wait_until_idle(LLM)  # the gate is still closed
+
+
+def test_a_client_that_closes_only_its_half_reads_on(gateway: Service, shared: Stack, gate: Path) -> None:
+    """A comment tells whether it has closed all."""
+    body = json.dumps({**STREAM, "REPETITION": 2, "GATE": str(gate)}).encode()
+    with Connection(gateway.url) as connection:
+        connection.send(request("POST", path_of(LLM, "generate_stream"), body))
+        assert connection.answer(has_body=False).code == 200
+        assert connection.part().startswith(b"data: ")
+        connection.socket.shutdown(socket.SHUT_WR)
+        assert connection.part() == b":\n\n"
+        gate.touch()
+        assert connection.part().startswith(b"data: ")
+        assert connection.part() == b""
 
 
 def test_a_stream_goes_on_after_its_process_was_killed(gateway: Service, shared: Stack) -> None:

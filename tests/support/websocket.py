@@ -59,9 +59,13 @@ class Socket(Connection):
 
     def __init__(self, url: str, path: str, **headers: str) -> None:
         super().__init__(url)
-        super().send(handshake(path, **headers))
-        self.opened: Answer = self.answer(has_body=False)
-        assert self.opened.code == 101, self.opened
+        try:
+            super().send(handshake(path, **headers))
+            self.opened: Answer = self.answer(has_body=False)
+            assert self.opened.code == 101, self.opened
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, message: Any) -> None:
         """Send a message: bytes as they are, anything else as JSON in a text."""
