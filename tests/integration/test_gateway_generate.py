@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
