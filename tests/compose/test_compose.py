@@ -18,8 +18,10 @@ from carpool.keys import Keys
 from compose.project import ROOT, Container, Project, built
 from support.checker import Checker, Report
 from support.load import Load, decoded
+from support.rpc import Rpc
 from support.stack import MODELS, Stack, envelope
 from support.waiting import wait_until
+from support.websocket import Socket
 from support.wire import envelopes
 
 pytestmark = pytest.mark.compose
@@ -120,6 +122,14 @@ def test_prometheus_scrapes_all_services_and_loads_the_alerts(stack: Project) ->
         is_complete, description="Prometheus has scraped two batchers, a worker and a gateway", timeout_s=30
     )
     assert get("rules")["groups"]
+
+
+def test_gateway_speaks_websocket_and_grpc(stack: Project) -> None:
+    with Socket(f"http://{stack.address('gateway', 8000)}", "/carpool/v1/models/square/stream") as socket:
+        socket.send({"id": "1", "body": 7})
+        assert socket.until_end()[0] == {"id": "1", "chunk": 49}
+    with Rpc(stack.address("gateway", 8001)) as rpc:
+        assert rpc.check() == "SERVING"
 
 
 @pytest.mark.parametrize("service", ["redis", "batcher", "worker", "gateway", "prometheus"])
