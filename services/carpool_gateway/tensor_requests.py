@@ -1,8 +1,6 @@
 """Requests of tensors: rows out, the results of all of them back.
 
-Each row of a request's batch is a request of the model, and all rows share a packed entry. What becomes of
-them is told once, by the callback that reads the last result, so a request needs no task. If one row fails,
-that is told at once, and the other rows are withdrawn.
+Each row of a request's batch is a request of the model, and all rows share a packed entry.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.options import RequestOptions, read_options
@@ -21,6 +19,7 @@ from carpool.messages.results import ResultColumns
 from carpool.rows import Rows
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.credentials import Key, now_s
+from carpool_gateway.joint_requests import JointRequests, Target
 from carpool_gateway.limits import Limits
 from carpool_gateway.oip import documents
 from carpool_gateway.oip.errors import ProtocolError
@@ -38,6 +37,8 @@ _T = TypeVar("_T")
 
 Answer = Callable[[Sequence[RowResult]], None]
 """Takes the results of all rows, or only the one that failed."""
+SentRows = JointRequests[RowResult]
+_Target = Target[RowResult]
 
 
 class Asked(NamedTuple):
@@ -100,7 +101,7 @@ class TensorRequests:
             self._limits,
             self._default_timeout_s,
         )
-        rows = SentRows(answer, count, self._producer)
+        rows = SentRows(self._producer.packer, count, answer, "row")
         try:
             self._add(channel, prepared.plan.content_type, bodies, fields, timeout_s, rows)
         except BaseException:
@@ -171,64 +172,6 @@ def row_options(
     return timeout_s, fields
 
 
-_Target = tuple["SentRows", int]
-
-
-class SentRows:
-    """The rows of one request, until all have a result or one has failed."""
-
-    def __init__(self, answer: Answer, count: int, producer: Producer) -> None:
-        self._answer = answer
-        self._producer = producer
-        self.targets: list[_Target] = [
-            (self, at) for at in range(count)
-        ]  # none once it is over: see `_close`
-        self.names: list[str] = []  # correlation IDs of those that were sent
-        self._results: list[RowResult | None] = [None] * count
-        self._missing = count
-        self._is_over = False  # it is answered, or nobody wants the answer
-
-    def put(self, at: int, result: RowResult) -> None:
-        """Take the result of a row."""
-        if self._is_over or self._results[at] is not None:
-            return
-        self._results[at] = result
-        self._missing -= 1
-        if result.status != OK:
-            self._end(at, result)
-        elif not self._missing:
-            self.finish()
-
-    def fail(self, at: int, error: CarpoolError) -> None:
-        """There will be no result of a row."""
-        self.put(at, RowResult(error.status, detail=error.detail))
-
-    def _end(self, failed: int, result: RowResult) -> None:
-        """Answer with the error of a row, and withdraw the others."""
-        if len(self.targets) > 1:
-            result = result._replace(detail=f"row {failed}: {result.detail}")
-        self.withdraw()
-        self._answer([result])
-
-    def finish(self) -> None:
-        """All results are here."""
-        self._close()
-        self._answer(cast(list[RowResult], self._results))
-
-    def withdraw(self, _: object = None) -> None:
-        """Withdraw what has no result: nobody wants it. Then nothing is answered."""
-        packer = self._producer.packer
-        for name, target in zip(self.names, self._close(), strict=False):  # not all may be sent
-            packer.withdraw(name, target)
-
-    def _close(self) -> list[_Target]:
-        """It is over. Returns the targets, which lead back here: such cycles would be left to the garbage
-        collector, which runs rarely, and then holds up all requests."""
-        self._is_over = True
-        targets, self.targets = self.targets, []
-        return targets
-
-
 class _RowSink(Sink):
     """Gives each row its result."""
 
@@ -239,7 +182,7 @@ class _RowSink(Sink):
         if status == OK:
             rows.put(at, RowResult(status, envelope["content_type"], envelope["body"]))
         else:
-            rows.put(at, RowResult(status, detail=envelope["detail"]))
+            rows.fail(at, RowResult(status, detail=rows.told(at, envelope["detail"])))
 
     def put_columns(self, targets: Sequence[_Target], columns: ResultColumns) -> None:
         """Take results that are alike."""
@@ -250,7 +193,7 @@ class _RowSink(Sink):
     def fail(self, target: _Target, error: CarpoolError) -> None:
         """Take an error."""
         rows, at = target
-        rows.fail(at, error)
+        rows.fail(at, RowResult(error.status, detail=rows.told(at, error.detail)))
 
 
 def takes_long(planned: Plan, results: Sequence[RowResult], coding: str) -> bool:

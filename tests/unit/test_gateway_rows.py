@@ -50,7 +50,7 @@ def test_a_mistake_in_a_response_is_logged_and_answered(size: int, monkeypatch: 
         exchange.request_id = "mine"
         prepared, bodies = Preparer().prepare(identity("FP32"), written(tensor([1.5])), None)
         answer = partial(owner._respond, exchange, prepared)
-        rows = SentRows(answer, len(bodies), cast(Any, None))
+        rows = SentRows(cast(Any, None), len(bodies), answer, "row")
         rows.put(0, RowResult("OK", "application/msgpack", bytes(size)))
         while not connection.answers:
             await asyncio.sleep(0)

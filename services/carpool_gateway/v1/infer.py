@@ -1,9 +1,7 @@
 """Requests of OpenAI's API: prompts in, what a model writes out; inputs in, vectors out.
 
-Each prompt or input is a request of the model, and all of a call share a packed entry. The answer is made by
-the callback that reads the last result: a call has no task, if it wants no stream and its model was used
-lately. If one request fails, the answer is its error, and the others are withdrawn; so are all if the client
-goes away.
+Each prompt or input is a request of the model, and all of a call share a packed entry. A call has no task, if
+it wants no stream and its model was used lately. If the client goes away, all its requests are withdrawn.
 """
 
 from __future__ import annotations
@@ -12,11 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from carpool.client.entries import Channel
 from carpool.client.options import RequestOptions, read_options, result_ttl_ms
-from carpool.client.packing import Packer
 from carpool.client.producer import Producer
 from carpool.client.sinks import Envelope, Sink
 from carpool.errors import INVALID_ARGUMENT, OK, CarpoolError, InvalidArgumentError, NotFoundError
@@ -27,6 +24,7 @@ from carpool_gateway.catalog import Catalog
 from carpool_gateway.content_encoding import decompress
 from carpool_gateway.credentials import INFER, Key, now_s
 from carpool_gateway.exchange import Exchange
+from carpool_gateway.joint_requests import JointRequests, Target
 from carpool_gateway.limits import Limits
 from carpool_gateway.native import infer as native
 from carpool_gateway.native.kept import KeptRequests, check_no_id
@@ -143,18 +141,20 @@ class OpenAIInference:
         if asked.is_stream:
             exchange.route = "v1_stream"
             return self._streams.answer(exchange, caller.interface, asked, channel, fields, timeout_s, own_id)
-        answer = _Answer(exchange, len(asked.bodies), self._producer.packer, respond)
+        joint = JointRequests(
+            self._producer.packer, len(asked.bodies), partial(_finish, exchange, respond), "prompt"
+        )
         try:
-            for body, target in zip(asked.bodies, answer.targets, strict=True):
-                answer.names.append(
+            for body, target in zip(asked.bodies, joint.targets, strict=True):
+                joint.names.append(
                     self._producer.packer.add(
                         channel, (JSON, b"", body), fields, timeout_s, self._sink, target, own_id
                     )
                 )
         except BaseException:
-            answer.withdraw()
+            joint.withdraw()
             raise
-        exchange.on_gone = answer.withdraw_for
+        exchange.on_gone = joint.withdraw
         return None
 
     def _options(self, caller: Caller, requests: int) -> tuple[float, Mapping[str, Any], int | None]:
@@ -214,6 +214,22 @@ _Responder = Callable[[Exchange, Sequence[Envelope]], None]
 """Answers with the results of all prompts, of any status."""
 
 
+_Outcome = Envelope | CarpoolError
+_Target = Target[_Outcome]
+
+
+def _finish(exchange: Exchange, respond: _Responder, outcomes: Sequence[_Outcome]) -> None:
+    """Answer with what became of the prompts."""
+    try:
+        if isinstance(outcomes[0], CarpoolError):
+            raise outcomes[0]
+        respond(exchange, cast(Sequence[Envelope], outcomes))
+    except CarpoolError as error:
+        exchange.fail(after_acceptance(http_error_of(error)))
+    except Exception as error:
+        exchange.fail_with(error)
+
+
 def _respond_with_texts(
     interface: str, model: str, exchange: Exchange, envelopes: Sequence[Envelope]
 ) -> None:
@@ -259,76 +275,18 @@ def _check_ok(envelope: Envelope, hint: str = "") -> None:
         raise after_acceptance(failure(status, detail, envelope["correlation_id"]))
 
 
-class _Answer:
-    """The results of one call, until there are all or one has failed."""
-
-    def __init__(self, exchange: Exchange, count: int, packer: Packer, respond: _Responder) -> None:
-        self._exchange = exchange
-        self._packer = packer
-        self._respond = respond
-        self.targets: list[_Target] = [(self, at) for at in range(count)]  # none once it is over
-        self.names: list[str] = []  # correlation IDs of those that were sent
-        self._envelopes: list[Envelope | None] = [None] * count
-        self._missing = count
-
-    def put(self, at: int, envelope: Envelope) -> None:
-        """Take a result of any status."""
-        if not self.targets or self._envelopes[at] is not None:
-            return
-        self._envelopes[at] = envelope
-        self._missing -= 1
-        if envelope["status"] != OK:
-            count = len(self.targets)
-            self.withdraw()
-            detail = envelope["detail"]
-            failed = {**envelope, "detail": f"prompt {at}: {detail}"} if count > 1 else envelope
-            self._finish([failed])
-        elif not self._missing:
-            self._close()
-            self._finish([one for one in self._envelopes if one is not None])
-
-    def fail(self, at: int, error: CarpoolError) -> None:
-        """There will be no result of this one."""
-        if self.targets:
-            self.withdraw()
-            self._exchange.fail(after_acceptance(http_error_of(error)))
-
-    def _finish(self, envelopes: Sequence[Envelope]) -> None:
-        try:
-            self._respond(self._exchange, envelopes)
-        except CarpoolError as error:
-            self._exchange.fail(after_acceptance(http_error_of(error)))
-        except Exception as error:
-            self._exchange.fail_with(error)
-
-    def withdraw(self) -> None:
-        """Withdraw what has no result."""
-        for name, target in zip(self.names, self._close(), strict=False):  # not all may be sent
-            self._packer.withdraw(name, target)
-
-    def withdraw_for(self, _: Exchange) -> None:
-        """The client has gone."""
-        self.withdraw()
-
-    def _close(self) -> list[_Target]:
-        """It is over. Returns the targets, which lead back here: such cycles would be left to the garbage
-        collector, which runs rarely, and then holds up all requests."""
-        targets, self.targets = self.targets, []
-        return targets
-
-
-_Target = tuple[_Answer, int]
-
-
 class _AnswerSink(Sink):
     """Gives each prompt its result."""
 
     def put(self, target: _Target, envelope: Envelope) -> None:
         """Take a result of any status."""
-        answer, at = target
-        answer.put(at, envelope)
+        joint, at = target
+        if envelope["status"] == OK:
+            joint.put(at, envelope)
+        else:
+            joint.fail(at, {**envelope, "detail": joint.told(at, envelope["detail"])})
 
     def fail(self, target: _Target, error: CarpoolError) -> None:
         """Take an error."""
-        answer, at = target
-        answer.fail(at, error)
+        joint, at = target
+        joint.fail(at, error)
