@@ -68,9 +68,7 @@ class Run:
         self.workers = [self._new_worker() for _ in range(2)]
         self.batchers = [stack.batcher() for _ in range(2)]
         stack.wait_for_model(MODEL, workers=2)
-        stack.redis.hset(KEYS.overrides, "result_ttl_ms", RESULTS_KEPT_MS)
-        stack.redis.xadd(KEYS.settled, {"config": "result_ttl_ms", "size": 0})
-        wait_until(lambda: stack.events("settings changed"), description="results are kept")
+        stack.configure(MODEL, result_ttl_ms=str(RESULTS_KEPT_MS))
         self.hostile = HostileProducer(
             servers.producers_url, KEYS, requests=HOSTILE_REQUESTS, pause_s=HOSTILE_PAUSE_S
         )
