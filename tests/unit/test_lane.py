@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from carpool.messages.requests import Entry, Run
@@ -176,6 +176,9 @@ tenant_weights = st.sampled_from([NO_WEIGHTS, {"a": 4.0}, {"a": 0.5, "b": 2.0, "
 
 @settings(deadline=None)
 @given(steps, tenant_weights)
+@example(  # a tenant that waits no more is forgotten while one run is served
+    [("add", "a", 9, 0, 3), ("add", "b", 9, 0, 7), ("pop", 9), ("add", "a", 9, 0, 3), ("pop", 1)], NO_WEIGHTS
+)
 def test_runs_are_served_as_their_requests_would_be(
     operations: list[tuple[object, ...]], weights: Mapping[str, float]
 ) -> None:

@@ -110,14 +110,26 @@ class Turns:
     def serve(self, tenant: str, size: int, duration: int, *, is_first: bool) -> None:
         """Requests of a tenant, each of which lasts `duration`, are served. `is_first`: the lane was chosen
         for them; they are not what else fits into the batch."""
-        start = self.of[tenant].start
         if is_first:
-            self.floor = max(self.floor, start)
-        progress = size * (duration // (1 + len(self._lanes)))  # the same for one run and for single requests
-        self._now = max(self._now, self.floor) + progress
-        self._set(tenant, max(start, self.floor) + size * duration)
-        if self._idle and self._idle[0].start <= self._now:
-            self._forget_idle()
+            self.floor = max(self.floor, self.of[tenant].start)
+        each = duration // (1 + len(self._lanes))  # the same for one run and for single requests
+        while size:
+            together = self._until_forgotten(size, each)
+            self._now = max(self._now, self.floor) + together * each
+            self._set(tenant, max(self.of[tenant].start, self.floor) + together * duration)
+            if self._idle and self._idle[0].start <= self._now:
+                self._forget_idle()
+            size -= together
+            if len(self.of) < 2:  # nothing is counted any more
+                break
+
+    def _until_forgotten(self, size: int, each: int) -> int:
+        """How many of these requests are served until the next tenant may be forgotten. `each`: by how much
+        virtual time advances with one."""
+        if size == 1 or not self._idle or not each:
+            return size
+        left = self._idle[0].start - max(self._now, self.floor)
+        return min(size, max(1, -(-left // each)))
 
     def pay(self, tenant: str, duration: int) -> None:
         """A tenant that was served pays for requests of others, too. It may not wait any more."""
