@@ -93,7 +93,8 @@ lock: ## Resolve the dependencies again and pin them by hash
 	@build/lock/bin/pip install --quiet --quiet --disable-pip-version-check uv
 	@echo '[2/2] Resolving'
 	@printf 'hatchling\neditables\n' | $(COMPILE) pyproject.toml - --output-file $(LOCK) --upgrade $(EXTRAS:%=--extra %)
-	@$(COMPILE) pyproject.toml --extra gateway --extra grpc --constraints $(LOCK) --output-file ops/docker/runtime.lock --upgrade
+	@$(COMPILE) pyproject.toml --extra gateway --extra grpc --constraints $(LOCK) --upgrade \
+	  --output-file ops/docker/runtime.lock
 	@printf 'hatchling\n' | $(COMPILE) - --constraints $(LOCK) --output-file ops/docker/build.lock --upgrade
 	@echo "$(LOCK) pins $$(grep -c == $(LOCK)) packages"
 

@@ -91,7 +91,7 @@ def asks(count: int, vocabulary: int) -> list[Ask]:
 
 
 def with_generate(net: Any, wanted: Sequence[Ask], size: int) -> Measured:
-    """transformers' own loop, for so many requests at a time: a batch lasts as long as its longest text."""
+    """The loop of transformers, in batches of a fixed size: each lasts as long as its longest text."""
     first_s: list[float] = []
     began_s = time.monotonic()
     for at in range(0, len(wanted), size):

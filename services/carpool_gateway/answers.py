@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Final
 
@@ -78,6 +79,14 @@ def http_error_of(error: CarpoolError) -> HttpError:
     answer = failure(error.status, error.detail, error.correlation_id or "")
     answer.code = getattr(error, "http_status", answer.code)  # of errors that know better
     return answer
+
+
+def answer_of(error: BaseException, of_mistake: Callable[[BaseException], HttpError]) -> HttpError:
+    """The answer that an exception means. One that is neither HttpError nor CarpoolError is a mistake of the
+    gateway's own, for `of_mistake`."""
+    if isinstance(error, HttpError):
+        return error
+    return http_error_of(error) if isinstance(error, CarpoolError) else of_mistake(error)
 
 
 def failure(status: str, detail: str, correlation_id: str) -> HttpError:

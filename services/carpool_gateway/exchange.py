@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
-from carpool.errors import CarpoolError
-from carpool_gateway.answers import HttpError, error_answer, http_error_of
+from carpool_gateway.answers import HttpError, answer_of, error_answer
 from carpool_gateway.limits import BodyMemory
 
 _NO_PARAMETERS: Final[Mapping[str, str]] = {}
@@ -109,6 +110,15 @@ class Exchange:
         self.connection.memory.take(size)
         self.body_bytes += size
 
+    def cancel_when_gone(self) -> None:
+        """From now on, the current task is cancelled if the client goes away. Raises CancelledError if it has
+        gone."""
+        if self.is_gone:
+            raise asyncio.CancelledError
+        task = asyncio.current_task()
+        assert task is not None
+        self.on_gone = partial(_cancel, task)
+
     def drop_body(self) -> None:
         """The body is needed no more."""
         if self.body_bytes:
@@ -143,11 +153,7 @@ class Exchange:
     def fail_with(self, error: Exception) -> None:
         """Answer with the error that an exception means. One that is neither HttpError nor CarpoolError is a
         mistake of the gateway's own: it is logged."""
-        if isinstance(error, CarpoolError):
-            error = http_error_of(error)
-        elif not isinstance(error, HttpError):
-            error = self.connection.failure(error, self.request_id)
-        self.fail(error)
+        self.fail(answer_of(error, partial(self.connection.failure, request_id=self.request_id)))
 
     def begin(self, code: int, headers: bytes) -> None:
         """Begin an answer that is written in parts."""
@@ -170,3 +176,7 @@ class Exchange:
         if not self.is_gone:
             self.on_gone = None
             self.connection.write_end(self)
+
+
+def _cancel(task: asyncio.Task[Any], _: Exchange) -> None:
+    task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final
@@ -11,6 +12,7 @@ from carpool.errors import InvalidArgumentError
 from carpool.messages.requests import JSON
 from carpool.wire.content_types import checked
 
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _PREFIX: Final = b"carpool-"
 _FIELD: Final = b"carpool-field-"
 _FORM: Final = "application/x-www-form-urlencoded"
@@ -79,6 +81,12 @@ def options_of(headers: Mapping[bytes, bytes], *, reads_accept: bool = True) -> 
     if reads_accept and (accept := headers.get(b"accept")) is not None and (wanted := accepted(accept)):
         options["accept"] = wanted
     return options  # type: ignore[return-value]
+
+
+def given_request_id(headers: Mapping[bytes, bytes]) -> str:
+    """The ID that a client gives to its request in `X-Request-Id`; empty without one that can be used."""
+    given = headers.get(b"x-request-id")
+    return given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else ""
 
 
 def _decoded(name: bytes, value: bytes) -> str:

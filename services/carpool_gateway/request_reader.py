@@ -16,11 +16,11 @@ import httptools
 from carpool_gateway.answers import HttpError
 from carpool_gateway.exchange import Connection, Exchange
 from carpool_gateway.limits import Limits, too_large
+from carpool_gateway.options import given_request_id
 
 DROPPED_BYTES_MAX: Final = 64 * 1024  # of a refused request, if the connection is to be used again
 
 _HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
-_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _SINGLE: Final = frozenset(  # headers that make no sense twice
     (b"host", b"content-length", b"content-type", b"authorization", b"x-api-key", b"idempotency-key")
 )
@@ -145,9 +145,7 @@ class RequestReader:
         """The request line, and headers that concern the connection. Raises HttpError."""
         parser, headers = self._parser, exchange.headers
         exchange.method = parser.get_method().decode("ascii")
-        given = headers.get(b"x-request-id")
-        if given and _REQUEST_ID.fullmatch(given):
-            exchange.request_id = given.decode("ascii")
+        exchange.request_id = given_request_id(headers)
         version = parser.get_http_version()
         if version != "1.1" or not parser.should_keep_alive() or parser.should_upgrade():
             exchange.is_last = True

@@ -93,7 +93,7 @@ class GatewayService:
         tensors = TensorRequests(
             producer=self._producer, catalog=catalog, limits=limits, default_timeout_s=default_timeout_s
         )
-        streams = TensorStreams(self._producer, catalog, limits, default_timeout_s, tensors.compute)
+        streams = TensorStreams(tensors)
         v2 = OpenInferenceHandlers(
             producer=self._producer,
             catalog=catalog,
@@ -144,6 +144,7 @@ class GatewayService:
             memory=self._server.memory,
             limits=limits,
             new_request_id=self._server.next_request_id,
+            of_mistake=self._server.failure,
         )
         documents = Documents(producer=self._producer, catalog=catalog, health=self, server_metadata=metadata)
         return GrpcServer(calls, documents, self, tensors, streams)

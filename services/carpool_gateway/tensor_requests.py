@@ -54,32 +54,68 @@ class TensorRequests:
     def __init__(
         self, *, producer: Producer, catalog: Catalog, limits: Limits, default_timeout_s: float
     ) -> None:
-        self._producer = producer
+        self.producer = producer
         self._catalog = catalog
-        self._limits = limits
+        self.limits = limits
         self._default_timeout_s = default_timeout_s
         self._sink = _RowSink()
         self._pool = ThreadPoolExecutor(1, "large-tensors")
 
     def used_lately(self, name: str) -> tuple[OfferedModel, Channel] | None:
         """A model and its channel, if nothing has to be looked up."""
-        model, channel = self._catalog.known(name), self._producer.channels.get(name)
+        model, channel = self._catalog.known(name), self.producer.channels.get(name)
         return None if model is None or channel is None else (model, channel)
 
     async def find(self, name: str) -> tuple[OfferedModel, Channel]:
         """A model and its channel. Raises CarpoolErrors."""
-        model = await self._catalog.model(name)
-        return model, self._producer.channels.get(name) or await self._open_channel(name)
+        return await self.model(name), await self.channel(name)
 
-    async def _open_channel(self, name: str) -> Channel:
+    async def model(self, name: str, version: str | None = None) -> OfferedModel:
+        """A registered model. `version`: the one that is asked for; None: any. Raises CarpoolErrors."""
+        model = await self._catalog.model(name)
+        if version is not None:
+            documents.check_version(name, version, model.version)
+        return model
+
+    async def channel(self, name: str) -> Channel:
+        """The channel of a model. Raises CarpoolErrors."""
+        channel = self.producer.channels.get(name)
+        if channel is not None:
+            return channel
         try:
-            return await self._producer.open_channel(name, self._default_timeout_s)
+            return await self.producer.open_channel(name, self._default_timeout_s)
         except NotFoundError:
             raise documents.unknown_model(name) from None
 
     async def compute(self, work: Callable[[], _T]) -> _T:
         """The result of what takes long, from another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def admit(
+        self, asked: Asked, request: InferRequest, rows: int, accept: str, fields_of_model: Mapping[str, Any]
+    ) -> tuple[float, Any]:
+        """Count a request against its key. Returns the timeout and the fields of each row: parameters of the
+        request, then headers. `accept`: the content type that is wanted of results. Raises HttpError and
+        InvalidArgumentError."""
+        asked.key.count(rows or 1, now_s())
+        options: dict[str, Any] = dict(asked.options)
+        if request.timeout_us is not None:
+            options["timeout"] = request.timeout_us / 1e6
+        if request.priority is not None:
+            options["priority"] = request.priority
+        if request.sequence_id:
+            options["sequence_id"] = request.sequence_id
+            options["sequence_start"], options["sequence_end"] = request.sequence_start, request.sequence_end
+        if accept:
+            options["accept"] = accept
+        if fields_of_model:
+            options["fields"] = {**options.get("fields", {}), **fields_of_model}
+        if "correlation_id" in options:
+            raise InvalidArgumentError("Carpool-Correlation-Id: each row is a request, with an ID of its own")
+        timeout_s, fields = read_options(options, self._default_timeout_s)  # type: ignore[arg-type]
+        if timeout_s is None or timeout_s > self.limits.timeout_s:
+            raise ProtocolError(f"timeout: at most {self.limits.timeout_s * 1e6:.0f} microseconds")
+        return timeout_s, fields
 
     def send(
         self,
@@ -91,17 +127,9 @@ class TensorRequests:
     ) -> SentRows:
         """Send the rows. `answer` is called once, unless they are withdrawn before; at once if there is none.
         Raises HttpError and CarpoolErrors, and then has sent nothing."""
-        count = len(bodies)
-        asked.key.count(count or 1, now_s())
-        timeout_s, fields = row_options(
-            asked.options,
-            prepared.request,
-            prepared.plan.accept,
-            prepared.plan.fields,
-            self._limits,
-            self._default_timeout_s,
-        )
-        rows = SentRows(self._producer.packer, count, answer, "row")
+        count, planned = len(bodies), prepared.plan
+        timeout_s, fields = self.admit(asked, prepared.request, count, planned.accept, planned.fields)
+        rows = SentRows(self.producer.packer, count, answer, "row")
         try:
             self._add(channel, prepared.plan.content_type, bodies, fields, timeout_s, rows)
         except BaseException:
@@ -121,7 +149,7 @@ class TensorRequests:
         rows: SentRows,
     ) -> None:
         """Add each row to an entry."""
-        packer = self._producer.packer
+        packer = self.producer.packer
         if not isinstance(bodies, Rows):
             for element, target in zip(bodies, rows.targets, strict=True):
                 body = (content_type, b"", element)
@@ -140,36 +168,6 @@ class TensorRequests:
             part = bytes(data[start * width : (start + len(targets)) * width])
             encoded = Encoded(content_type, head, part)
             rows.names += packer.add_rows(channel, encoded, fields, timeout_s, self._sink, targets)
-
-
-def row_options(
-    options: RequestOptions,
-    request: InferRequest,
-    accept: str,
-    fields_of_model: Mapping[str, Any],
-    limits: Limits,
-    default_timeout_s: float,
-) -> tuple[float, Any]:
-    """The timeout and the fields of each row: parameters of the request, then headers. `accept`: the content
-    type that is wanted of results. Raises InvalidArgumentError."""
-    asked: dict[str, Any] = dict(options)
-    if request.timeout_us is not None:
-        asked["timeout"] = request.timeout_us / 1e6
-    if request.priority is not None:
-        asked["priority"] = request.priority
-    if request.sequence_id:
-        asked["sequence_id"] = request.sequence_id
-        asked["sequence_start"], asked["sequence_end"] = request.sequence_start, request.sequence_end
-    if accept:
-        asked["accept"] = accept
-    if fields_of_model:
-        asked["fields"] = {**asked.get("fields", {}), **fields_of_model}
-    if "correlation_id" in asked:
-        raise InvalidArgumentError("Carpool-Correlation-Id: each row is a request, with an ID of its own")
-    timeout_s, fields = read_options(asked, default_timeout_s)  # type: ignore[arg-type]
-    if timeout_s is None or timeout_s > limits.timeout_s:
-        raise ProtocolError(f"timeout: at most {limits.timeout_s * 1e6:.0f} microseconds")
-    return timeout_s, fields
 
 
 class _RowSink(Sink):

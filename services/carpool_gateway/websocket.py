@@ -42,7 +42,7 @@ _LOG: Final = logging.getLogger(
 
 
 class Conversation(Protocol):
-    """What is said in messages."""
+    """The application protocol of a WebSocket: it gets messages, and sends its own."""
 
     @property
     def in_flight(self) -> int: ...

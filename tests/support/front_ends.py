@@ -195,7 +195,7 @@ class Readers:
         assert error is not None or not self._errors, self._errors
 
     def wait_for_more(self, count: int, end: str = COMPLETE) -> None:
-        """Wait until each front end has read so many more texts that ended in this way."""
+        """Wait until each front end has read `count` more texts that ended in this way."""
         before = self._ended(end)
 
         def have_ended() -> bool:

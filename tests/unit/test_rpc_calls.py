@@ -25,6 +25,7 @@ def a_call(*metadata: tuple[str, str | bytes], left_s: float | None = None, key:
         memory=BodyMemory(1000),
         limits=Limits(),
         new_request_id=lambda: "new",
+        of_mistake=cast(Any, None),
     )
     call = Call(calls, "/path", "grpc_infer", context)
     call.key = key

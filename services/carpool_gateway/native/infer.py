@@ -162,11 +162,7 @@ class Inference:
         lines = lines_of(exchange.body)
         key.count(len(lines), now_s())
         channel, asked = await find(self._producer, asked)
-        task = asyncio.current_task()
-        assert task is not None
-        exchange.on_gone = lambda _: cancel(task)
-        if exchange.is_gone:
-            return
+        exchange.cancel_when_gone()
         packer = self._producer.packer
         rest, sent = iter(lines), deque[_Sent]()
         exchange.begin(200, _LINES_HEADER)
@@ -221,11 +217,6 @@ async def find(producer: Producer, asked: Asked) -> tuple[Channel, Asked]:
         assert timeout_s is not None
         asked = asked._replace(timeout_s=timeout_s, fields=fields)
     return channel, asked
-
-
-def cancel(task: asyncio.Task[Any]) -> None:
-    """End a task whose client has gone."""
-    task.cancel()
 
 
 def _line_of(sent: _Sent) -> bytes:

@@ -12,7 +12,6 @@ stepping model then stops to execute.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from typing import Final
@@ -29,7 +28,7 @@ from carpool_gateway.credentials import Key, now_s
 from carpool_gateway.events import Events
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import Limits
-from carpool_gateway.native.infer import Asked, cancel, find
+from carpool_gateway.native.infer import Asked, find
 from carpool_gateway.native.results import error_line
 
 _CONTENT_TYPE: Final = b"text/event-stream"
@@ -47,11 +46,7 @@ class Streaming:
         key.count(1, now_s())
         await decompress(exchange, self._limits)
         channel, asked = await find(self._producer, asked)
-        task = asyncio.current_task()
-        assert task is not None
-        exchange.on_gone = lambda _: cancel(task)
-        if exchange.is_gone:
-            return
+        exchange.cancel_when_gone()
         chunks = Chunks(
             self._producer,
             channel,

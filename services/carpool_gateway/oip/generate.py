@@ -169,8 +169,8 @@ def _input(spec: TensorSpec, value: Any) -> InputTensor:
 
 
 def _shape(spec: TensorSpec, count: int) -> tuple[int, ...]:
-    """The shape that so many elements have: of the sizes that vary the last one is what is left, and others
-    are 1. Raises ProtocolError."""
+    """The shape of this number of elements. Of the sizes that vary, the last one takes all elements, and the
+    others are 1. Raises ProtocolError."""
     shape, left, fixed = list(spec.shape), count, 1
     for size in shape:
         fixed *= size if size != -1 else 1

@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final
 
 import grpc
-import structlog
 
 from carpool.client.options import RequestOptions
-from carpool.errors import GRPC_CODE, CarpoolError
-from carpool.shown import trace_of
+from carpool.errors import GRPC_CODE
 from carpool_gateway.access_log import GONE, AccessLog
-from carpool_gateway.answers import RETRY_AFTER, HttpError, http_error_of
+from carpool_gateway.answers import RETRY_AFTER, HttpError, answer_of
 from carpool_gateway.credentials import INFER, Key, KeyRing
 from carpool_gateway.limits import BodyMemory, Limits
-from carpool_gateway.options import options_of
+from carpool_gateway.options import given_request_id, options_of
 
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _STATUSES: Final = {
     **{status: _CODES[code] for status, code in GRPC_CODE.items()},
     "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
 }
-_REQUEST_ID: Final = re.compile("[\x21-\x7e]{1,128}")
 LARGE_ANSWER_BYTES: Final = 64 * 1024
 _TIMEOUT_STEPS: Final = 16  # between a timeout and one that is twice as long
 
@@ -90,7 +87,8 @@ class Call:
 
 
 class Calls:
-    """What all calls share. `new_request_id`: for a call whose client names none."""
+    """What all calls share. `new_request_id`: for a call whose client names none. `of_mistake`: see
+    `Server.failure`."""
 
     def __init__(
         self,
@@ -100,6 +98,7 @@ class Calls:
         memory: BodyMemory,
         limits: Limits,
         new_request_id: Callable[[], str],
+        of_mistake: Callable[..., HttpError],
     ) -> None:
         self.keys = keys
         self.access_log = access_log
@@ -107,7 +106,7 @@ class Calls:
         self.limits = limits
         self.in_flight = 0
         self._new_request_id = new_request_id
-        self._log = structlog.get_logger()
+        self._of_mistake = of_mistake
 
     def unary(self, path: str, route: str, work: Callable[[Call, bytes], Coroutine[Any, Any, bytes]]) -> Any:
         """The handler of a call with one message, whose answer is what `work` returns."""
@@ -161,21 +160,12 @@ class Calls:
         context.add_done_callback(lambda _: self.memory.release(size))
 
     def failure(self, error: Exception, request_id: str) -> HttpError:
-        """What an exception is to a client. One that is neither HttpError nor CarpoolError is a mistake of
-        the gateway's own: it is logged."""
-        if isinstance(error, HttpError):
-            return error
-        if isinstance(error, CarpoolError):
-            return http_error_of(error)
-        self._log.error("request failed", request=request_id, exception=trace_of(error))
-        return HttpError(500, "the gateway failed; its log says more")
+        """What an exception is to a client. A mistake of the gateway's own is logged."""
+        return answer_of(error, partial(self._of_mistake, request_id=request_id))
 
     def request_id_for(self, headers: Mapping[bytes, bytes]) -> str:
         """The ID that a client gives to its call, or a new one."""
-        given = headers.get(b"x-request-id")
-        if given is not None and _REQUEST_ID.fullmatch(text := given.decode("latin-1")):
-            return text
-        return self._new_request_id()
+        return given_request_id(headers) or self._new_request_id()
 
 
 def status_of(error: HttpError) -> Any:

@@ -22,7 +22,6 @@ from carpool_gateway.answers import http_error_of
 from carpool_gateway.chunks import Chunks
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import Limits
-from carpool_gateway.native.infer import cancel
 from carpool_gateway.openai.answers import COMMENT, DONE, EVENT_HEADERS, EventFormat, error_event, text_of
 from carpool_gateway.openai.errors import after_acceptance
 from carpool_gateway.openai.pieces import Written, usage_of
@@ -50,11 +49,7 @@ class Streams:
     ) -> None:
         """Send the prompts, and answer with what is written for them. Raises CarpoolErrors and HttpError
         before the first event."""
-        if exchange.is_gone:
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        exchange.on_gone = lambda _: cancel(task)
+        exchange.cancel_when_gone()
         streams: list[Chunks] = []
         try:
             for body in asked.bodies:

@@ -9,7 +9,6 @@ before the first response, the only event says so, and the answer has the status
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Final
@@ -102,16 +101,12 @@ class Generating:
             events.end()
 
     async def _read(self, exchange: Exchange) -> tuple[OfferedModel, GenerateRequest]:
-        task = asyncio.current_task()
-        assert task is not None
         await decompress(exchange, self._limits)
         model = await self._streams.find(exchange.model, exchange.parameters.get("version"))
         body = exchange.body
         decode = partial(decode_generate, model, body)
         request = await self._streams.compute(decode) if len(body) > LARGE_JSON_BYTES else decode()
-        exchange.on_gone = lambda _: _cancel(task)
-        if exchange.is_gone:
-            raise asyncio.CancelledError
+        exchange.cancel_when_gone()
         return model, request
 
 
@@ -136,8 +131,3 @@ def _not_one(model: OfferedModel, made: str) -> UnimplementedError:
 
 def _encode(model: OfferedModel, request_id: str, *, is_whole: bool) -> Encode:
     return partial(encode_whole if is_whole else encode_generate, model, request_id)
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    """End a task whose client has gone."""
-    task.cancel()

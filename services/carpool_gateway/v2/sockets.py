@@ -29,7 +29,7 @@ from carpool.client.sinks import Reply
 from carpool.errors import CarpoolError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Chunk, Result
-from carpool_gateway.answers import HttpError, http_error_of
+from carpool_gateway.answers import HttpError, answer_of
 from carpool_gateway.credentials import INFER
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import Limits
@@ -165,12 +165,9 @@ class Conversation:
 
     def fail(self, exchange: Exchange, request_id: str, error: BaseException) -> None:
         """End a request with an error."""
-        if isinstance(error, CarpoolError):
-            error = http_error_of(error)
-        elif not isinstance(error, HttpError):
-            error = self.socket.wire.failure(error, exchange.request_id)
-        exchange.code = error.code
-        self.send_error(request_id, error)
+        answer = answer_of(error, partial(self.socket.wire.failure, request_id=exchange.request_id))
+        exchange.code = answer.code
+        self.send_error(request_id, answer)
 
     def send_error(self, request_id: str, error: HttpError) -> None:
         """Tell the client of an error."""

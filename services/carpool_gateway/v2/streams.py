@@ -14,64 +14,36 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Self, TypeVar
 
 from carpool.client.entries import Channel, Encoded
 from carpool.client.envelopes import EnvelopeSink
 from carpool.client.packing import Packer
-from carpool.client.producer import Producer
 from carpool.client.sinks import Reply
-from carpool.errors import NotFoundError
 from carpool.messages.requests import JSON
 from carpool.messages.results import Chunk, Result
 from carpool.model_settings import ModelKind
-from carpool_gateway.catalog import Catalog
 from carpool_gateway.chunks import Chunks
-from carpool_gateway.credentials import now_s
-from carpool_gateway.limits import BodyMemory, Limits
-from carpool_gateway.oip import documents
+from carpool_gateway.limits import BodyMemory
 from carpool_gateway.oip.errors import ProtocolError
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.plans import Plan, plan
 from carpool_gateway.oip.requests import InferRequest
 from carpool_gateway.oip.responses import OutputTensor, RowResult, join_results, responses_of_chunk
-from carpool_gateway.tensor_requests import LARGE_JSON_BYTES, Asked, row_options
+from carpool_gateway.tensor_requests import LARGE_JSON_BYTES, Asked, TensorRequests
 
 Outputs = Sequence[OutputTensor]
 _T = TypeVar("_T")
 
 
-class Compute(Protocol):
-    """`TensorInference.compute`."""
-
-    async def __call__(self, work: Callable[[], _T]) -> _T: ...
-
-
 class TensorStreams:
-    """Sends requests of tensors. `default_timeout_s`: of those that name none. `compute`: what takes long is
-    done beside the event loop."""
+    """Sends requests of tensors, and of single values, whose responses come one by one."""
 
-    def __init__(
-        self,
-        producer: Producer,
-        catalog: Catalog,
-        limits: Limits,
-        default_timeout_s: float,
-        compute: Compute,
-    ) -> None:
-        self._producer = producer
-        self._catalog = catalog
-        self._limits = limits
-        self._default_timeout_s = default_timeout_s
-        self.compute = compute
-
-    async def find(self, name: str, version: str | None = None) -> OfferedModel:
-        """A registered model. `version`: the one that is asked for; None: any. Raises CarpoolErrors."""
-        model = await self._catalog.model(name)
-        if version is not None:
-            documents.check_version(name, version, model.version)
-        return model
+    def __init__(self, requests: TensorRequests) -> None:
+        self._requests = requests
+        self.find = requests.model
+        self.compute = requests.compute
 
     async def send(
         self,
@@ -91,14 +63,13 @@ class TensorStreams:
             raise ProtocolError(
                 f"the model {model.name!r} steps, so a request has one row, and this one has {rows}"
             )
-        asked.key.count(rows or 1, now_s())
-        timeout_s, fields = row_options(
-            asked.options, request, planned.accept, planned.fields, self._limits, self._default_timeout_s
-        )
-        channel = await self._channel(model.name)
+        timeout_s, fields = self._requests.admit(asked, request, rows, planned.accept, planned.fields)
+        channel = await self._requests.channel(model.name)
         bodies = [Encoded(planned.content_type, b"", planned.bodies[at]) for at in range(rows)]
         if rows != 1 or is_joined:
-            return _Gathered(model, planned, self._producer.packer, channel, bodies, fields, timeout_s)
+            return _Gathered(
+                model, planned, self._requests.producer.packer, channel, bodies, fields, timeout_s
+            )
         return _Streamed(model, planned, self._chunks(channel, bodies[0], fields, timeout_s, memory))
 
     async def send_value(
@@ -106,29 +77,22 @@ class TensorStreams:
     ) -> Chunks:
         """Send the JSON of a value to a model, with the parameters of `request`. Raises HttpError and
         CarpoolErrors."""
-        asked.key.count(1, now_s())
-        timeout_s, fields = row_options(
-            asked.options, request, "", request.parameters, self._limits, self._default_timeout_s
-        )
-        channel = await self._channel(name)
+        timeout_s, fields = self._requests.admit(asked, request, 1, "", request.parameters)
+        channel = await self._requests.channel(name)
         return self._chunks(channel, Encoded(JSON, b"", body), fields, timeout_s, memory)
 
     def _chunks(
         self, channel: Channel, body: Encoded, fields: Mapping[str, Any], timeout_s: float, memory: BodyMemory
     ) -> Chunks:
-        unread_bytes_max = self._limits.unread_bytes
         return Chunks(
-            self._producer, channel, body, fields, timeout_s, memory=memory, unread_bytes_max=unread_bytes_max
+            self._requests.producer,
+            channel,
+            body,
+            fields,
+            timeout_s,
+            memory=memory,
+            unread_bytes_max=self._requests.limits.unread_bytes,
         )
-
-    async def _channel(self, name: str) -> Channel:
-        channel = self._producer.channels.get(name)
-        if channel is not None:
-            return channel
-        try:
-            return await self._producer.open_channel(name, self._default_timeout_s)
-        except NotFoundError:
-            raise documents.unknown_model(name) from None
 
 
 class Responses:

@@ -54,7 +54,7 @@ def _drawn(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _likeliest(probabilities: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
-    """Zero for all but so many of each row, and those that are as likely as the last of these."""
+    """The probabilities of the `top_k` likeliest tokens of each row, ties included; others are zero."""
     best = probabilities.topk(max(ranks), -1).values
     last = torch.tensor(ranks, device=probabilities.device)[:, None] - 1
     return torch.where(probabilities >= best.gather(-1, last), probabilities, 0)
