@@ -303,6 +303,7 @@ def test_what_waits_is_withdrawn_when_nobody_wants_it(
 ) -> None:
     """Given a model that is busy, expect that a request whose client is gone is never executed."""
     gate, notes = tmp_path / "gate", tmp_path / "notes"
+    wait_until(lambda: not waiting(shared, "Noting"), description="the report is not of the test before")
     holding = rpc.method("ModelInfer").future(noting(notes, "first", gate=str(gate)), timeout=EVENTUALLY_S)
     wait_until(notes.exists, description="the model is busy")
     with Rpc(gateway) as other:

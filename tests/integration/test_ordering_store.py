@@ -436,7 +436,7 @@ def _bytes(value: Any) -> bytes:
 
 
 OrderedResults.TestCase.settings = hypothesis_settings(
-    max_examples=70, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

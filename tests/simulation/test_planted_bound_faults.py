@@ -17,7 +17,7 @@ from simulation.test_bound_machine import BoundMachine
 from support.planting import Fault, Faults, Patch, of_machine
 from unit import test_bound_sequences as examples
 
-FAULTS: Final = Faults(of_machine(BoundMachine, steps=40))
+FAULTS: Final = Faults(of_machine(BoundMachine, steps=40), first_seed=15000)
 
 
 @FAULTS.shown_by(examples.test_a_batcher_that_takes_over_knows_which_process_has_which_sequence)

@@ -26,7 +26,7 @@ from simulation.test_scheduler_machine import SchedulerMachine
 from support.planting import Fault, Faults, Patch, of_machine
 from unit import test_fairness as examples
 
-FAULTS: Final = Faults(of_machine(SchedulerMachine, steps=40))
+FAULTS: Final = Faults(of_machine(SchedulerMachine, steps=40), first_seed=15000)
 
 
 @FAULTS.found(examples=12)

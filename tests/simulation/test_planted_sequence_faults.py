@@ -20,7 +20,7 @@ from support.planting import Fault, Faults, Patch, of_machine
 from support.sequence_harness import SequenceStore
 from unit import test_sequences as examples
 
-FAULTS: Final = Faults(of_machine(SequencesMachine, steps=40))
+FAULTS: Final = Faults(of_machine(SequencesMachine, steps=40), first_seed=3000)
 
 
 def before_several_breaks() -> None:

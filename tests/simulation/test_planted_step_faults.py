@@ -14,7 +14,7 @@ from carpool_worker.model_process.stepping.stepper import Stepper
 from simulation.test_stepper_machine import StepperMachine
 from support.planting import Fault, Faults, Patch, of_machine
 
-FAULTS: Final = Faults(of_machine(StepperMachine, steps=30))
+FAULTS: Final = Faults(of_machine(StepperMachine, steps=30), first_seed=3000)
 
 
 @FAULTS.found(examples=36)

@@ -37,7 +37,9 @@ def frame(
         head += bytes([masked | 127]) + struct.pack(">Q", size)
     if mask is None:
         return head + payload
-    return head + mask + bytes(byte ^ mask[at % 4] for at, byte in enumerate(payload))
+    key = (mask * (size // 4 + 1))[:size]
+    masked_payload = int.from_bytes(payload, "little") ^ int.from_bytes(key, "little")
+    return head + mask + masked_payload.to_bytes(size, "little")
 
 
 def handshake(path: str, **headers: str) -> bytes:

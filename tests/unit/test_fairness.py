@@ -439,6 +439,6 @@ def lines_of_events(waiting: int, tenants: int, lanes: int, policy: str, *, is_l
 def test_cost_of_an_event_does_not_grow_with_tenants_or_lanes(
     tenants: int, lanes: int, policy: str, *, is_late: bool
 ) -> None:
-    few = lines_of_events(500, tenants, lanes, policy, is_late=is_late)
-    many = lines_of_events(4000, tenants, lanes, policy, is_late=is_late)
-    assert many <= 1.5 * few, f"{few} lines with 500 waiting requests, {many} with 4000"
+    few = lines_of_events(350, tenants, lanes, policy, is_late=is_late)
+    many = lines_of_events(2800, tenants, lanes, policy, is_late=is_late)
+    assert many <= 1.5 * few, f"{few} lines with 350 waiting requests, {many} with 2800"
