@@ -25,7 +25,7 @@ SCORE_RESOLUTION: Final = 1e-4
 """Smaller differences of scores are ignored: float32 sums differ with the order in which BLAS adds."""
 
 _GROUPS: Final = 256
-_ROWS: Final = 32
+_CHUNK: Final = 2048
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,14 @@ class _Sparse:
         return _Sparse(columns, self.column[order], self.row[order], self.value[order])
 
     def __matmul__(self, dense: Floats) -> Floats:
-        """The product with a dense matrix. A few rows at a time are made dense, without their columns of
-        zeros: that is little, and BLAS multiplies it faster than their elements can be gathered and added."""
+        """The product with a dense matrix, in chunks whose gathered rows fit into the cache."""
         product = np.zeros((self.rows, dense.shape[1]), np.float32)
-        starts = np.arange(0, self.rows, _ROWS)
-        elements = np.searchsorted(self.row, [*starts, self.rows])
-        for start, first, last in zip(starts, elements, elements[1:], strict=False):
-            columns, inverse = np.unique(self.column[first:last], return_inverse=True)
-            rows = np.zeros((min(_ROWS, self.rows - start), len(columns)), np.float32)
-            rows[self.row[first:last] - start, inverse] = self.value[first:last]
-            product[start : start + _ROWS] = rows @ dense[columns]
+        for start in range(0, len(self.row), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            row = self.row[chunk]
+            first = np.flatnonzero(np.diff(row, prepend=-1))
+            gathered = dense[self.column[chunk]] * self.value[chunk, None]
+            product[row[first]] += np.add.reduceat(gathered, first, axis=0)
         return product
 
 
