@@ -28,9 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # in the background of a script; tests interrupt programs
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # How long it takes to draw an example depends on the machine.
+    # How long it takes to draw an example depends on the machine. Each run draws others: few in each of many
+    # runs find as much as many in each, and `make fuzz` tries a million.
     hypothesis.settings.register_profile(
-        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        "any machine",
+        max_examples=50,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("any machine")
     config.pluginmanager.register(HangWatch(config))

@@ -17,7 +17,7 @@ from support.any_fields import Batcher, any_settings, steps
 
 
 @pytest.mark.parametrize("kind", list(ModelKind))
-@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(taken=st.lists(steps, max_size=25), chosen=any_settings)
 def test_nothing_raises_and_all_requests_leave(
     kind: ModelKind, taken: list[Any], chosen: dict[str, Any]

@@ -115,7 +115,7 @@ requests_of_two = st.lists(
 dying = given(requests=requests_of_two, serves=st.integers(0, 3), parts_max=st.integers(0, 6))
 
 
-@hypothesis_settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@hypothesis_settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @dying
 def test_no_sequence_is_served_with_a_gap(requests: list[Request], serves: int, parts_max: int) -> None:
     play(requests, serves, parts_max)

@@ -262,7 +262,7 @@ def test_octet_stream_rejects_other_values(value: Any) -> None:
 # --- bodies that cannot be decoded -------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(st.sampled_from(CONTENT_TYPES), st.binary(max_size=60))
 @example(MSGPACK, b"\xc7\x03\xffabc")  # a timestamp of an invalid length
 @example(MSGPACK, b"\x81\x90\x01")  # a list as a key
@@ -276,7 +276,7 @@ def test_any_bytes_are_decoded_or_rejected(content_type: str, body: bytes) -> No
         assert ": " in error.detail
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(
     nested(
         scalars

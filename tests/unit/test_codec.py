@@ -965,7 +965,7 @@ any_bodies = st.one_of(
     ),
     bodies=st.lists(any_bodies, min_size=1, max_size=5),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_body_is_either_rejected_or_executed(
     specs: tuple[TensorSpec, ...], bodies: list[tuple[bytes, str]]
 ) -> None:

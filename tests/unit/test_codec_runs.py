@@ -157,7 +157,7 @@ def random_runs(draw: st.DrawFn) -> list[BatchedRun]:
 
 
 @given(runs=random_runs(), data=st.data(), spec=st.sampled_from((X, ANY)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_requests_in_runs_are_served_as_each_alone(
     runs: list[BatchedRun], data: st.DataObject, spec: TensorSpec
 ) -> None:

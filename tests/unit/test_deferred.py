@@ -19,7 +19,7 @@ from carpool_batcher.core.policies.plan import (
 )
 from carpool_batcher.core.waiting.lane import NEVER_US
 
-thorough = settings(deadline=None, max_examples=400)
+thorough = settings(deadline=None, max_examples=200)
 
 
 def learned(intercept_us: int, slope_us: int) -> LatencyModel:

@@ -230,7 +230,7 @@ steps = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.lists(steps, max_size=40), st.sampled_from((0, 5)))
 def test_each_request_leaves_once_and_is_never_dispatched_early(
     taken: list[Any], queue_delay_ms: int

@@ -15,7 +15,7 @@ from support import fuzzing
 from support.executions import codec_of
 from support.fuzzing import FLATS, check_entry, check_oversized, codecs, settings_of_models
 
-few: Final = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+few: Final = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
 @few

@@ -217,7 +217,7 @@ MODELS: Final[list[OfferedModel]] = [
 ]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(_bodies(), st.sampled_from(MODELS))
 @example((b"\x00" * 9, b"0"), MODELS[1])
 @example(

@@ -152,7 +152,7 @@ likely_datatypes = st.sampled_from(sorted(DATATYPES)) | json_values
 likely_shapes = st.lists(st.integers(0, 4) | st.integers(), max_size=4) | json_values
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(likely_datatypes, likely_shapes, json_values | st.lists(st.integers() | st.floats(), max_size=9))
 @example("FP32", [0, 2**62, 2**62], b"")
 @example("FP64", [2**64 - 1] * 32, b"")
@@ -284,7 +284,7 @@ def is_held(number: Any, datatype: str) -> bool:
     return not math.isfinite(number) or abs(Fraction(number)) < LARGEST[datatype] + ulp / 2
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(st.sampled_from(sorted(DTYPES)), st.sampled_from(sorted({*DTYPES, "BF16"})), st.data())
 def test_a_number_survives_a_conversion_or_is_named(source: str, datatype: str, data: st.DataObject) -> None:
     edges = [float(2**bits) for bits in (7, 8, 15, 16, 31, 32, 63, 64)] + [2.5, 65519.0, 65520.0, 3.4e38]
@@ -336,7 +336,7 @@ def nearest_bf16(bits: int) -> int:
     return (sign >> 16) | nearer
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(
     bits_of_fp32
     | st.builds(lambda half, low: half << 16 | low, st.integers(0, 0xFFFF), st.integers(0x7FFE, 0x8002))
@@ -392,7 +392,7 @@ def nearest(number: Fraction, datatype: str) -> Fraction:
     return round(size / ulp) * ulp * (-1 if number < 0 else 1)  # `round` gives the even one
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=300)
 @given(
     st.sampled_from(["FP16", "BF16", "FP32"]),
     near_middles | st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**70), 2**70),
@@ -582,7 +582,7 @@ mangled = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(st.lists(good | mangled, min_size=2, max_size=12))
 def test_no_body_is_taken_for_another_layout(bodies: list[bytes]) -> None:
     # Given: a memo, used as the worker and the client use it

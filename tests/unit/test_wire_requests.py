@@ -66,7 +66,7 @@ from support.wire import (
 )
 
 fast = settings(deadline=None)
-thorough = settings(deadline=None, max_examples=300)
+thorough = settings(deadline=None, max_examples=150)
 
 # Not imported from the code under test: a field that it forgets must fail here.
 CARPOOL_FIELDS = [

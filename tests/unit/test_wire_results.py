@@ -202,7 +202,7 @@ any_value = st.one_of(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(st.sampled_from(list(valid)), any_value, st.booleans())
 def test_malformed_columns_are_an_error_that_is_expected(name: str, value: Any, is_missing: bool) -> None:
     raw = {key: item for key, item in valid.items() if key != name} | ({} if is_missing else {name: value})
