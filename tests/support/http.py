@@ -77,14 +77,14 @@ class Connection:
         if headers.get("transfer-encoding") == "chunked":
             return Answer(code, headers, b"".join(iter(self.part, b"")))
         if "content-length" in headers:
-            return Answer(code, headers, self._take(int(headers["content-length"])))
+            return Answer(code, headers, self.take(int(headers["content-length"])))
         return Answer(code, headers, self.rest())
 
     def part(self) -> bytes:
         """The next part of a body that is written in parts; empty at the end."""
         size, _, self._buffer = self.until(b"\r\n").partition(b"\r\n")
-        part = self._take(int(size, 16))
-        assert self._take(2) == b"\r\n"
+        part = self.take(int(size, 16))
+        assert self.take(2) == b"\r\n"
         return part
 
     def rest(self) -> bytes:
@@ -114,7 +114,8 @@ class Connection:
             self._buffer += data
         return self._buffer
 
-    def _take(self, size: int) -> bytes:
+    def take(self, size: int) -> bytes:
+        """The next bytes, so many."""
         while len(self._buffer) < size:
             data = self._receive()
             if not data:

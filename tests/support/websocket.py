@@ -54,15 +54,24 @@ def handshake(path: str, **headers: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
 
 
+class NotOpenedError(AssertionError):
+    """The server answered a handshake with this, and opened no WebSocket."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer)
+        self.answer = answer
+
+
 class Socket(Connection):
-    """A WebSocket that is open."""
+    """A WebSocket that is open. Raises NotOpenedError."""
 
     def __init__(self, url: str, path: str, **headers: str) -> None:
         super().__init__(url)
         try:
             super().send(handshake(path, **headers))
             self.opened: Answer = self.answer(has_body=False)
-            assert self.opened.code == 101, self.opened
+            if self.opened.code != 101:
+                raise NotOpenedError(self.opened)
         except BaseException:
             self.close()
             raise
@@ -80,15 +89,15 @@ class Socket(Connection):
 
     def frame(self) -> tuple[int, bytes]:
         """The next frame: its opcode and what is in it. A server's are whole messages, and not masked."""
-        first, second = self._take(2)
+        first, second = self.take(2)
         assert first & 0x80
         assert not second & 0x80
         size = second
         if size == 126:
-            (size,) = struct.unpack(">H", self._take(2))
+            (size,) = struct.unpack(">H", self.take(2))
         elif size == 127:
-            (size,) = struct.unpack(">Q", self._take(8))
-        return first & 0x0F, self._take(size)
+            (size,) = struct.unpack(">Q", self.take(8))
+        return first & 0x0F, self.take(size)
 
     def message(self) -> tuple[int, bytes]:
         """The next message; pings are answered."""
