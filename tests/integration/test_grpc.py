@@ -598,8 +598,8 @@ def test_a_port_that_is_taken_is_an_error(shared: Stack, gateway: Service) -> No
     assert second.process.wait(EVENTUALLY_S) == 1
 
 
-def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack) -> None:
-    """Given calls, a stream and a watch that are under way at SIGTERM, expect that all are answered."""
+def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack, gate: Path) -> None:
+    """Given calls, streams and a watch that are under way at SIGTERM, expect that all are answered."""
     gateway = shared.gateway("--grpc-port", "0")
     with Rpc(gateway) as client:
         health = client.channel.unary_stream(
@@ -612,6 +612,8 @@ def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack) -> Non
         assert next(stream).infer_response.id == "first"
         requests.put(json_request("Sleeper", 1.5, id="last"))
         wait_until(lambda: shared.pending("Sleeper") > 0, description="it is executed")
+        whole = client.stream([repeating(2, id="whole", parameters={"GATE": str(gate)})])
+        assert next(whole).infer_response.id == "whole"
         held = [
             client.method("ModelInfer").future(json_request("Sleeper", 0.3), timeout=EVENTUALLY_S)
             for _ in range(2)
@@ -627,6 +629,8 @@ def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack) -> Non
         with pytest.raises(grpc.RpcError) as error:
             next(stream)
         assert failure(error) == ("UNAVAILABLE", "the gateway stops: open another stream")
+        gate.touch()
+        assert numbers_of(list(whole)) == [("whole", 101, 1)], "its client had sent all, so it ends well"
         requests.put(None)
         ended.join()
     assert gateway.process.returncode == 0
