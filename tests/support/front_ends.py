@@ -60,7 +60,7 @@ def _events(url: str, path: str, body: Mapping[str, Any], **headers: str) -> Ite
         connection.send(request("POST", path, sent, Content_Type="application/json", **headers))
         answer = connection.answer(has_body=False)
         if answer.code != 200:
-            raise RefusedError(answer.code, connection.take(int(answer.headers["content-length"])))
+            raise RefusedError(answer.code, connection.body(answer.headers))
         while event := connection.part().decode():
             fields = dict(line.split(": ", 1) for line in event.splitlines() if ": " in line)
             if "data" in fields:  # else it is a comment

@@ -74,17 +74,21 @@ class Connection:
         code = int(first.split(" ")[1])
         if not has_body or code in (100, 204):
             return Answer(code, headers, b"")
+        return Answer(code, headers, self.body(headers))
+
+    def body(self, headers: Mapping[str, str]) -> bytes:
+        """The body of an answer whose head was read, which has these headers."""
         if headers.get("transfer-encoding") == "chunked":
-            return Answer(code, headers, b"".join(iter(self.part, b"")))
+            return b"".join(iter(self.part, b""))
         if "content-length" in headers:
-            return Answer(code, headers, self.take(int(headers["content-length"])))
-        return Answer(code, headers, self.rest())
+            return self._take(int(headers["content-length"]))
+        return self.rest()
 
     def part(self) -> bytes:
         """The next part of a body that is written in parts; empty at the end."""
         size, _, self._buffer = self.until(b"\r\n").partition(b"\r\n")
-        part = self.take(int(size, 16))
-        assert self.take(2) == b"\r\n"
+        part = self._take(int(size, 16))
+        assert self._take(2) == b"\r\n"
         return part
 
     def rest(self) -> bytes:
@@ -114,8 +118,7 @@ class Connection:
             self._buffer += data
         return self._buffer
 
-    def take(self, size: int) -> bytes:
-        """The next bytes, so many."""
+    def _take(self, size: int) -> bytes:
         while len(self._buffer) < size:
             data = self._receive()
             if not data:

@@ -89,15 +89,15 @@ class Socket(Connection):
 
     def frame(self) -> tuple[int, bytes]:
         """The next frame: its opcode and what is in it. A server's are whole messages, and not masked."""
-        first, second = self.take(2)
+        first, second = self._take(2)
         assert first & 0x80
         assert not second & 0x80
         size = second
         if size == 126:
-            (size,) = struct.unpack(">H", self.take(2))
+            (size,) = struct.unpack(">H", self._take(2))
         elif size == 127:
-            (size,) = struct.unpack(">Q", self.take(8))
-        return first & 0x0F, self.take(size)
+            (size,) = struct.unpack(">Q", self._take(8))
+        return first & 0x0F, self._take(size)
 
     def message(self) -> tuple[int, bytes]:
         """The next message; pings are answered."""
