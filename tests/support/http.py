@@ -39,6 +39,11 @@ class Connection:
         assert address.hostname is not None
         assert address.port is not None
         self.socket = socket.create_connection((address.hostname, address.port), timeout=EVENTUALLY_S)
+        if (
+            self.socket.getsockname() == self.socket.getpeername()
+        ):  # nobody listens, and the kernel chose this
+            self.socket.close()
+            raise ConnectionRefusedError(f"nothing listens on {url}")
         self._buffer = b""
 
     def __enter__(self) -> Self:
