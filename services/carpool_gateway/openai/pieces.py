@@ -10,7 +10,7 @@ texts of arguments one behind the other, and of anything else the last value sta
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -44,7 +44,7 @@ class Usage(NamedTuple):
         return {**self._asdict(), "total_tokens": sum(self)}
 
 
-def extras_of(interface: str, understood: Container[str]) -> tuple[str, ...]:
+def extras_of(interface: str, understood: Iterable[str]) -> tuple[str, ...]:
     """The names of what pieces may have beside their text and counts, if the model understands these."""
     return tuple(extra for parameter, extra in _EXTRAS[interface].items() if parameter in understood)
 

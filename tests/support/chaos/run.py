@@ -133,18 +133,20 @@ class Run:
     def settles(self) -> None:
         """Measure how long it takes from now until all batches that are in flight now are settled."""
         watch = Stopwatch()
-        last = {
-            batches: found[0][0]
-            for batches in [Keys(model).batches for model in self._specs]
-            if (found := self._call(lambda redis, key=batches: redis.xrevrange(key, count=1)))
-        }
-        for batches, entry_id in last.items():
+        of_models = [Keys(model).batches for model in self._specs]
+        last = [(batches, entry_id) for batches in of_models if (entry_id := self._last_of(batches))]
+        for batches, entry_id in last:
             wait_until(
                 partial(self._is_settled, batches, entry_id),
                 description="what was in flight is settled",
                 timeout_s=SETTLE_S_MAX,
             )
         self.recoveries_s.append(watch.passed_s)
+
+    def _last_of(self, batches: str) -> bytes | None:
+        """The ID of the last batch in flight."""
+        found = self._call(lambda redis: redis.xrevrange(batches, count=1))
+        return found[0][0] if found else None
 
     def _is_settled(self, batches: str, entry_id: bytes) -> bool:
         """Whether no batch is left up to this one."""

@@ -78,7 +78,10 @@ def _report(all_seen: Sequence[Seen], outages: Sequence[Outage]) -> StreamReport
     ends = Counter(seen.end for seen in all_seen)
     return StreamReport(
         len(all_seen),
-        *(ends[end] for end in (COMPLETE, FAILED, REFUSED, BROKEN)),
+        ends[COMPLETE],
+        ends[FAILED],
+        ends[REFUSED],
+        ends[BROKEN],
         max(seen.ended_s - seen.began_s for seen in all_seen),
         [str(seen) for seen in all_seen if not seen.is_right],
         [str(seen) for seen in all_seen if seen.end == BROKEN and not any(o.explains(seen) for o in outages)],
