@@ -89,7 +89,7 @@ In the runs of the last row two more workers serve a model that steps, and for e
 one text of it after the other, through each gateway in turn. The text depends on its prompt alone, so a gap
 shows, and what comes twice. The second table has what became of these texts.
 
-- failed: with an error after the beginning; refused: with an answer 429, 502, 503 or 504 before it; broken:
+- failed: with an error on the stream; refused: with an answer 429, 502, 503 or 504 in place of it; broken:
   with a connection whose gateway was killed, or had ended before the text began.
 - wrong: not the beginning of the text, or not all of it at its end; cut off: with a connection of a gateway
   that had not ended; unexpected: refused with another answer; late: without an end for {late} s.
