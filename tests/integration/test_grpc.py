@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from carpool.keys import Keys
 from carpool_gateway.rpc.messages import CONTENTS, HEALTH, INFERENCE, REFLECTIONS
-from support.http import call
+from support.http import Connection, call
 from support.rpc import Rpc, ids_and_errors, infer_request, outputs_of
 from support.stack import Service, Stack
 from support.waiting import EVENTUALLY_S, wait_until
@@ -473,8 +473,9 @@ def test_a_stream_that_nobody_reads_is_withdrawn(
 
 
 def test_a_client_that_does_not_read_is_bounded(shared: Stack) -> None:
-    """Given more responses than are kept for a client, expect a prefix of them, and then an error."""
-    flags = ("--body-bytes-max", "100000", "--memory-bytes-max", "100000")
+    """Given more responses than are kept for a client, expect a prefix of them, and then an error; and that the
+    age of a connection is bounded."""
+    flags = ("--body-bytes-max", "100000", "--memory-bytes-max", "100000", "--grpc-connection-s-max", "0.5")
     gateway = shared.gateway("--grpc-port", "0", *flags)
     with Rpc(gateway, **{"grpc.http2.bdp_probe": 0, "grpc.http2.lookahead_bytes": 65_536}) as other:
         stream = other.stream([repeating(5000, id="a", parameters={"BURST": 50})])
@@ -485,6 +486,9 @@ def test_a_client_that_does_not_read_is_bounded(shared: Stack) -> None:
     assert numbers_of(answers) == [("a", 100 + at, at) for at in range(len(answers))]
     assert "the stream is read too slowly" in last.error_message
     assert_forgotten(gateway, shared, "Repeat")
+    with Connection(f"http://{gateway.wait_for('gateway started')['grpc']}") as connection:
+        connection.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # settings
+        connection.until(b"max_age")
 
 
 def test_model_infer_on_a_model_that_steps(rpc: Rpc) -> None:

@@ -32,7 +32,8 @@ class Outage(NamedTuple):
 class StreamReport(NamedTuple):
     """How the texts of a front end ended: counts, and descriptions of those with which something was wrong.
 
-    `failed`: with an error on the stream; `refused`: with an answer in place of it; `broken`: with the connection, because its gateway had ended.
+    `failed`: with an error on the stream; `refused`: with an answer in place of it; `broken`: with the
+    connection, because its gateway had ended.
     `wrong`: not the beginning of the text, or not all of it although it was complete; `cut_off`: with a
     connection whose gateway had not ended; `unexpected`: refused with a status that does not mean that the
     gateway cannot serve at the moment; `late`: after more than LATE_S. `reasons`: of `failed` and
