@@ -473,8 +473,8 @@ def test_a_stream_that_nobody_reads_is_withdrawn(
 
 
 def test_a_client_that_does_not_read_is_bounded(shared: Stack) -> None:
-    """Given more responses than are kept for a client, expect a prefix of them, and then an error; and that the
-    age of a connection is bounded."""
+    """Given more responses than are kept for a client, expect a prefix of them, and then an error. The age of
+    connections is bounded, too."""
     flags = ("--body-bytes-max", "100000", "--memory-bytes-max", "100000", "--grpc-connection-s-max", "0.5")
     gateway = shared.gateway("--grpc-port", "0", *flags)
     with Rpc(gateway, **{"grpc.http2.bdp_probe": 0, "grpc.http2.lookahead_bytes": 65_536}) as other:
