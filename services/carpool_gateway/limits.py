@@ -27,6 +27,7 @@ class Limits(NamedTuple):
     `rows`: requests in one call of `infer_many`.
     `unread_bytes`: of chunks of a stream that its client reads slowly.
     `window`: requests without an end on one WebSocket. `ping_s`: without a sign of life of its client.
+    `grpc_connection_s`: of a connection of gRPC, until it is to end; 0: without a limit.
     """
 
     head_bytes: int = 32 * 1024
@@ -44,6 +45,7 @@ class Limits(NamedTuple):
     idle_s: float = 75.0
     write_s: float = 120.0
     timeout_s: float = 300.0
+    grpc_connection_s: float = 0.0
 
 
 class BodyMemory:

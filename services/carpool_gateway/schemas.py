@@ -295,6 +295,7 @@ class Message(msgspec.Struct):
 
     role: str
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatRequest(msgspec.Struct):
@@ -321,11 +322,11 @@ class TokenUsage(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """What was written for one prompt."""
+    """What was written for one prompt. `logprobs`: as the model tells them."""
 
     index: int
     text: str
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: str | None
 
 
@@ -341,11 +342,11 @@ class Completion(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """The next message."""
+    """The next message. `logprobs`: as the model tells them."""
 
     index: int
     message: Message
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: str | None
 
 

@@ -67,6 +67,7 @@ class GatewayService:
             memory_bytes=max(settings.memory_bytes_max, settings.body_bytes_max),
             connections=settings.connections_max,
             timeout_s=settings.request_timeout_s_max,
+            grpc_connection_s=settings.grpc_connection_s_max,
         )
         default_timeout_s = min(settings.request_timeout_s, settings.request_timeout_s_max)
         self._producer = Producer(settings.redis_url, settings.prefix, default_timeout_s, "none")

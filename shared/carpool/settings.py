@@ -458,6 +458,12 @@ class GatewaySettings(CommonSettings):
     grpc_port: OptionalPort = Field(
         None, description="port for gRPC clients of Triton and KServe; 0 picks a free one (default: none)"
     )
+    grpc_connection_s_max: Seconds = Field(
+        0.0,
+        ge=0,
+        description="seconds after which a connection of gRPC ends; what is under way on it is cut off later "
+        "by the longest timeout and 2 min (default: never)",
+    )
     keys: ReadableFile = Field(
         None, description="TOML file of keys, of which each request needs one (default: none is needed)"
     )

@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from carpool.keys import Keys
 from carpool_gateway.rpc.messages import CONTENTS, HEALTH, INFERENCE, REFLECTIONS
-from support.http import call
+from support.http import Connection, call
 from support.rpc import Rpc, ids_and_errors, infer_request, outputs_of
 from support.stack import Service, Stack
 from support.waiting import EVENTUALLY_S, wait_until
@@ -474,8 +474,9 @@ def test_a_stream_that_nobody_reads_is_withdrawn(
 
 
 def test_a_client_that_does_not_read_is_bounded(shared: Stack) -> None:
-    """Given more responses than are kept for a client, expect a prefix of them, and then an error."""
-    flags = ("--body-bytes-max", "100000", "--memory-bytes-max", "100000")
+    """Given more responses than are kept for a client, expect a prefix of them, and then an error. The age of
+    connections is bounded, too."""
+    flags = ("--body-bytes-max", "100000", "--memory-bytes-max", "100000", "--grpc-connection-s-max", "0.5")
     gateway = shared.gateway("--grpc-port", "0", *flags)
     with Rpc(gateway, **{"grpc.http2.bdp_probe": 0, "grpc.http2.lookahead_bytes": 65_536}) as other:
         stream = other.stream([repeating(5000, id="a", parameters={"BURST": 50})])
@@ -486,6 +487,9 @@ def test_a_client_that_does_not_read_is_bounded(shared: Stack) -> None:
     assert numbers_of(answers) == [("a", 100 + at, at) for at in range(len(answers))]
     assert "the stream is read too slowly" in last.error_message
     assert_forgotten(gateway, shared, "Repeat")
+    with Connection(f"http://{gateway.wait_for('gateway started')['grpc']}") as connection:
+        connection.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # settings
+        connection.until(b"max_age")
 
 
 def test_model_infer_on_a_model_that_steps(rpc: Rpc) -> None:
@@ -599,8 +603,8 @@ def test_a_port_that_is_taken_is_an_error(shared: Stack, gateway: Service) -> No
     assert second.process.wait(EVENTUALLY_S) == 1
 
 
-def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack) -> None:
-    """Given calls, a stream and a watch that are under way at SIGTERM, expect that all are answered."""
+def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack, gate: Path) -> None:
+    """Given calls, streams and a watch that are under way at SIGTERM, expect that all are answered."""
     gateway = shared.gateway("--grpc-port", "0")
     with Rpc(gateway) as client:
         health = client.channel.unary_stream(
@@ -613,6 +617,8 @@ def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack) -> Non
         assert next(stream).infer_response.id == "first"
         requests.put(json_request("Sleeper", 1.5, id="last"))
         wait_until(lambda: shared.pending("Sleeper") > 0, description="it is executed")
+        whole = client.stream([repeating(2, id="whole", parameters={"GATE": str(gate)})])
+        assert next(whole).infer_response.id == "whole"
         held = [
             client.method("ModelInfer").future(json_request("Sleeper", 0.3), timeout=EVENTUALLY_S)
             for _ in range(2)
@@ -628,6 +634,8 @@ def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack) -> Non
         with pytest.raises(grpc.RpcError) as error:
             next(stream)
         assert failure(error) == ("UNAVAILABLE", "the gateway stops: open another stream")
+        gate.touch()
+        assert numbers_of(list(whole)) == [("whole", 101, 1)], "its client had sent all, so it ends well"
         requests.put(None)
         ended.join()
     assert gateway.process.returncode == 0

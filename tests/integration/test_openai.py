@@ -35,7 +35,7 @@ CANCELLED: Final = 200  # clients that go away
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("stack")) as stack:
-        models = ("Story", "tell", "repeat", "Vectors")
+        models = ("Story", "tell", "repeat", "call_tools", "Vectors")
         stack.serve(*[f"speaking.py:{name}" for name in models], "plain.py:Echo")
         yield stack
 
@@ -114,6 +114,7 @@ def test_documents_are_as_the_openapi_document_says(gateway: Service) -> None:
         ("v1_completions", complete(gateway, ["a", "b"])),
         ("v1_completions", complete(gateway, "a", "tell")),
         ("v1_chat", post(gateway, CHAT, chat("a"))),
+        ("v1_chat", post(gateway, CHAT, {**chat("a", tools=TOOLS), "model": "call_tools"})),
         ("v1_embeddings", post(gateway, EMBEDDINGS, {"model": "Vectors", "input": ["a"]})),
     ):
         kind = CONTENTS["POST", name].responses[200]["application/json"]
@@ -261,6 +262,50 @@ def test_a_text_ends_before_a_stop_text_with_and_without_a_stream(gateway: Servi
     text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
     assert (text, choice["finish_reason"]) == (whole[:9], "stop")
     assert text_in(events_of(parts_of(gateway, path, asked))) == whole[:9]
+
+
+TOOLS: Final = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("one", "two")]
+
+
+def test_log_probabilities_and_tool_calls_are_those_of_the_model(gateway: Service) -> None:
+    asked = {**chat("a", logprobs=True, top_logprobs=1, tools=TOOLS), "model": "call_tools"}
+    (choice,) = post(gateway, CHAT, asked).json["choices"]
+    arguments = '{"at": 1}'
+    calls = [
+        {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, name in enumerate(("one", "two"))
+    ]
+    texts = [piece_of("a", at) for at in range(2)]
+    content = [
+        {"token": text, "logprob": -0.5 * at, "bytes": [*text.encode()], "top_logprobs": []}
+        for at, text in enumerate(texts)
+    ]
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "content": "".join(texts), "tool_calls": calls},
+        "logprobs": {"content": content, "refusal": None},
+        "finish_reason": "tool_calls",
+    }
+    *events, last, done = events_of(parts_of(gateway, CHAT, asked))
+    told = [event["choices"][0] for event in events]
+    assert [one["logprobs"] for one in told[1:3]] == [
+        {"content": [one], "refusal": None} for one in content
+    ] and not any(one["logprobs"] for one in told[3:])
+    assert [one["delta"]["content"] for one in told[:3]] == ["", *texts]
+    first, second = calls
+    begun = {**first, "index": 0, "function": {"name": "one", "arguments": '{"at":'}}
+    assert [one["delta"] for one in told[3:]] == [
+        {"tool_calls": [begun]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]},
+        {"tool_calls": [{**second, "index": 1}]},
+    ]
+    assert (last["choices"][0]["finish_reason"], done) == ("tool_calls", "[DONE]")
+
+    (choice,) = complete(gateway, "a", "call_tools", logprobs=1).json["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("".join(texts), "stop")
+    assert choice["logprobs"] == {"tokens": texts, "text_offset": [0, 7]}
+    (choice,) = complete(gateway, "a", "call_tools").json["choices"]
+    assert choice["logprobs"] is None
 
 
 # --- errors ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import itertools
 import json
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -28,10 +29,12 @@ from support.http import Connection, request
 from support.models.stepping import text_of
 from support.rpc import Rpc, infer_request, outputs_of
 from support.waiting import EVENTUALLY_S, wait_until
-from support.websocket import CLOSE, Socket
+from support.websocket import CLOSE, NotOpenedError, Socket
 
 MODEL: Final = "Told"
+SPEC: Final = "stepping.py:Told"
 COMPLETE, FAILED, REFUSED, BROKEN = "complete", "failed", "refused", "broken"
+_PAUSE_S: Final = 0.02  # after a text that did not end well
 
 
 class FailedError(Exception):
@@ -39,7 +42,11 @@ class FailedError(Exception):
 
 
 class RefusedError(Exception):
-    """The server answered with an error before the text began."""
+    """The server answered with an error before the text began. `code`: of HTTP."""
+
+    def __init__(self, code: int, body: bytes) -> None:
+        super().__init__(f"{code}: {body.decode(errors='replace'):.200}")
+        self.code = code
 
 
 # Reads the chunks of a text. Raises FailedError, RefusedError, and OSError for a connection that broke.
@@ -53,7 +60,7 @@ def _events(url: str, path: str, body: Mapping[str, Any], **headers: str) -> Ite
         connection.send(request("POST", path, sent, Content_Type="application/json", **headers))
         answer = connection.answer(has_body=False)
         if answer.code != 200:
-            raise RefusedError(str(answer.code))
+            raise RefusedError(answer.code, connection.body(answer.headers))
         while event := connection.part().decode():
             fields = dict(line.split(": ", 1) for line in event.splitlines() if ": " in line)
             if "data" in fields:  # else it is a comment
@@ -73,15 +80,27 @@ def native(url: str, prompt: str, count: int) -> Iterator[str]:
 
 
 def completions(url: str, prompt: str, count: int) -> Iterator[str]:
-    """OpenAI's API."""
+    """OpenAI's API: texts after a prompt."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "stream": True}
-    for _, data in _events(url, "/v1/completions", body):
+    return (choice["text"] for choice in _choices(url, "/v1/completions", body))
+
+
+def chat(url: str, prompt: str, count: int) -> Iterator[str]:
+    """OpenAI's API: answers to messages."""
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": MODEL, "messages": messages, "max_completion_tokens": count, "stream": True}
+    return (choice["delta"].get("content", "") for choice in _choices(url, "/v1/chat/completions", body))
+
+
+def _choices(url: str, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
+    """The choices in the events of OpenAI's API."""
+    for _, data in _events(url, path, body):
         if data == "[DONE]":
             return
         event = json.loads(data)
         if "error" in event:
             raise FailedError(data)
-        yield event["choices"][0]["text"]
+        yield event["choices"][0]
     raise ConnectionError("the events have no end")
 
 
@@ -97,7 +116,11 @@ def generate(url: str, prompt: str, count: int) -> Iterator[str]:
 
 def websocket(url: str, prompt: str, count: int) -> Iterator[str]:
     """Messages of a WebSocket."""
-    with Socket(url, f"/carpool/v1/models/{MODEL}/stream") as socket:
+    try:
+        opened = Socket(url, f"/carpool/v1/models/{MODEL}/stream")
+    except NotOpenedError as error:
+        raise RefusedError(error.answer.code, error.answer.body) from None
+    with opened as socket:
         socket.send({"id": "1", "body": {"prompt": prompt, "max_tokens": count}})
         while True:
             opcode, payload = socket.message()
@@ -130,6 +153,7 @@ def grpc_stream(target: str, prompt: str, count: int) -> Iterator[str]:
 FRONT_ENDS: Final[Mapping[str, FrontEnd]] = {
     "native": native,
     "completions": completions,
+    "chat": chat,
     "generate": generate,
     "websocket": websocket,
     "grpc": grpc_stream,
@@ -137,7 +161,8 @@ FRONT_ENDS: Final[Mapping[str, FrontEnd]] = {
 
 
 class Seen(NamedTuple):
-    """What a reader has seen of a text, and how it ended."""
+    """What a reader has seen of a text, and how it ended. `began_s`, `ended_s`: on the monotonic clock.
+    `code`: of HTTP, of one that was refused."""
 
     front_end: str
     url: str
@@ -146,6 +171,9 @@ class Seen(NamedTuple):
     text: str
     end: str
     why: str = ""
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    code: int = 0
 
     @property
     def is_right(self) -> bool:
@@ -188,11 +216,19 @@ class Readers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._join()
+        assert error is not None or not self._errors, self._errors
+
+    def end(self) -> None:
+        """Begin no more texts; return when all have ended. May be called repeatedly."""
+        self._join()
+        assert not self._errors, self._errors
+
+    def _join(self) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join(2 * EVENTUALLY_S)
             assert not thread.is_alive(), f"{thread.name} reads on"
-        assert error is not None or not self._errors, self._errors
 
     def wait_for_more(self, count: int, end: str = COMPLETE) -> None:
         """Wait until each front end has read `count` more texts that ended in this way."""
@@ -226,7 +262,10 @@ class Readers:
     def _run(self, name: str, front_end: FrontEnd) -> None:
         try:
             while not self._stop.is_set():
-                self.seen.append(self._read(name, front_end))
+                seen = self._read(name, front_end)
+                self.seen.append(seen)
+                if seen.end != COMPLETE:
+                    self._stop.wait(_PAUSE_S)
         except BaseException as error:  # shown by the test
             self._errors.append(error)
 
@@ -234,18 +273,18 @@ class Readers:
         number = next(self._numbers)
         url = self.urls[number % len(self.urls)]
         prompt, count = f"{name} {number}", random.randint(5, self._length_max)
-        text, end, why = "", COMPLETE, ""
+        text, end, why, code, began_s = "", COMPLETE, "", 0, time.monotonic()
         try:
             for chunk in front_end(self._rpc[url] if name == "grpc" else url, prompt, count):
-                if not text:
+                if chunk and not text:
                     self.open[url] += 1
                 text += chunk
         except FailedError as error:
             end, why = FAILED, str(error)
         except RefusedError as error:
-            end, why = REFUSED, str(error)
+            end, why, code = REFUSED, str(error), error.code
         except OSError as error:
             end, why = BROKEN, repr(error)
         if text:
             self.open[url] -= 1
-        return Seen(name, url, prompt, count, text, end, why)
+        return Seen(name, url, prompt, count, text, end, why, began_s, time.monotonic(), code)

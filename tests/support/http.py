@@ -39,6 +39,11 @@ class Connection:
         assert address.hostname is not None
         assert address.port is not None
         self.socket = socket.create_connection((address.hostname, address.port), timeout=EVENTUALLY_S)
+        if (
+            self.socket.getsockname() == self.socket.getpeername()
+        ):  # nobody listens, and the kernel chose this
+            self.socket.close()
+            raise ConnectionRefusedError(f"nothing listens on {url}")
         self._buffer = b""
 
     def __enter__(self) -> Self:
@@ -74,11 +79,15 @@ class Connection:
         code = int(first.split(" ")[1])
         if not has_body or code in (100, 204):
             return Answer(code, headers, b"")
+        return Answer(code, headers, self.body(headers))
+
+    def body(self, headers: Mapping[str, str]) -> bytes:
+        """The body of an answer whose head was read, which has these headers."""
         if headers.get("transfer-encoding") == "chunked":
-            return Answer(code, headers, b"".join(iter(self.part, b"")))
+            return b"".join(iter(self.part, b""))
         if "content-length" in headers:
-            return Answer(code, headers, self._take(int(headers["content-length"])))
-        return Answer(code, headers, self.rest())
+            return self._take(int(headers["content-length"]))
+        return self.rest()
 
     def part(self) -> bytes:
         """The next part of a body that is written in parts; empty at the end."""

@@ -56,15 +56,24 @@ def handshake(path: str, **headers: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
 
 
+class NotOpenedError(AssertionError):
+    """The server answered a handshake with this, and opened no WebSocket."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer)
+        self.answer = answer
+
+
 class Socket(Connection):
-    """A WebSocket that is open."""
+    """A WebSocket that is open. Raises NotOpenedError."""
 
     def __init__(self, url: str, path: str, **headers: str) -> None:
         super().__init__(url)
         try:
             super().send(handshake(path, **headers))
             self.opened: Answer = self.answer(has_body=False)
-            assert self.opened.code == 101, self.opened
+            if self.opened.code != 101:
+                raise NotOpenedError(self.opened)
         except BaseException:
             self.close()
             raise

@@ -34,6 +34,7 @@ from carpool_cli.roles import ROLES
 from support import module_map
 from support.chaos.faults import FAULTS
 from support.chaos.gateway_faults import GATEWAY_FAULTS
+from support.front_ends import FRONT_ENDS
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -377,7 +378,8 @@ def test_roles_in_the_document_are_those_of_the_command() -> None:
 def test_faults_in_the_document_are_those_that_are_inflicted() -> None:
     """`make chaos CHAOS=--write` writes all tables. What the promise does not cover is in brackets."""
     inflicted = [name if fault.is_covered else f"({name})" for name, fault in FAULTS.items()]
-    compare("docs/reliability.md", first_cells(read("docs/reliability.md")), [*inflicted, *GATEWAY_FAULTS])
+    rows = [*inflicted, *GATEWAY_FAULTS, *FRONT_ENDS]
+    compare("docs/reliability.md", first_cells(read("docs/reliability.md")), rows)
     quoted_rows = [*first_cells(section("README.md", "## What Carpool promises"))]
     compare(
         "README.md, What Carpool promises", quoted_rows, [name for name in inflicted if name in quoted_rows]

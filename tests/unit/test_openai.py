@@ -18,7 +18,7 @@ from carpool.wire.bodies import encode_body
 from carpool_gateway.answers import HttpError, failure
 from carpool_gateway.openai import answers, embeddings
 from carpool_gateway.openai.errors import RequestError, after_acceptance, error_answer
-from carpool_gateway.openai.pieces import Usage, Written, usage_of
+from carpool_gateway.openai.pieces import Usage, Written, extras_of, usage_of
 from carpool_gateway.openai.requests import Asked, model_of, read_document, read_request
 
 ALL = Spoken(("completions", "chat", "embeddings"), ("image_url", "presence_penalty", "top_k"))
@@ -256,6 +256,41 @@ def test_a_text_is_made_of_pieces() -> None:
 def test_what_is_no_piece_is_an_error_of_the_model(piece: Any) -> None:
     with pytest.raises(InternalError, match="the model's result"):
         written(piece)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        {"logprobs": 0.5},
+        {"tool_calls": {}},
+        {"tool_calls": ["f"]},
+        {"tool_calls": [{"index": -1}]},
+        {"tool_calls": [{"index": "0"}]},
+    ],
+)
+def test_what_the_model_does_not_understand_is_its_own(piece: dict[str, Any]) -> None:
+    body = json.dumps({"text": "a", **piece}).encode()
+    assert Written(extras_of("chat", ("seed",))).add(JSON, body) == "a"
+    with pytest.raises(InternalError, match=f"the model's result has a {next(iter(piece))}"):
+        Written(extras_of("chat", ("logprobs", "tools"))).add(JSON, body)
+
+
+def test_what_came_beside_the_text_is_taken_once() -> None:
+    whole = Written(extras_of("chat", ("logprobs", "tools")))
+    calls = [
+        {"index": 1, "id": "b", "function": {"arguments": "{"}},
+        {"index": 1, "function": {"arguments": "}"}},
+    ]
+    whole.add(JSON, json.dumps([{"logprobs": {"content": [1], "n": 1}, "tool_calls": calls}, "a"]).encode())
+    whole.add(
+        JSON, json.dumps({"logprobs": {"content": [2], "n": None}, "tool_calls": [{"id": "c"}]}).encode()
+    )
+    assert whole.take_extras() == (
+        {"content": [1, 2], "n": 1},
+        {1: {"id": "b", "function": {"arguments": "{}"}}, 2: {"id": "c"}},
+    )
+    assert (whole.take_extras(), whole.finish_reason) == (None, "tool_calls")
+    assert extras_of("completions", ("logprobs", "tools")) == ("logprobs",)
 
 
 def test_usage_is_told_if_all_of_it_is_known() -> None:

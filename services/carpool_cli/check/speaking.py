@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from carpool.errors import OK, InternalError
 from carpool.messages.results import Result
-from carpool.spoken import EMBEDDINGS, Spoken
+from carpool.spoken import CHAT, COMPLETIONS, EMBEDDINGS, Spoken
 from carpool.wire.bodies import decode_body
 from carpool_cli.check.bodies import Bodies
 from carpool_cli.local.example import example
@@ -19,7 +19,7 @@ def sentences(spoken: Spoken, bodies: Bodies, results: Sequence[Result]) -> Iter
         return
     try:
         from carpool_gateway.openai.embeddings import read_embedding  # noqa: PLC0415 (an optional dependency)
-        from carpool_gateway.openai.pieces import Written  # noqa: PLC0415
+        from carpool_gateway.openai.pieces import Written, extras_of  # noqa: PLC0415
     except ModuleNotFoundError:
         yield "For OpenAI's API, results are not looked at: pip install 'PATH[gateway]'"
         return
@@ -31,7 +31,9 @@ def sentences(spoken: Spoken, bodies: Bodies, results: Sequence[Result]) -> Iter
                 return
             continue
         is_embedding = spoken.speaks == (EMBEDDINGS,) or (isinstance(value, dict) and "input" in value)
-        read = read_embedding if is_embedding else Written().add
+        interface = CHAT if isinstance(value, dict) and "messages" in value else COMPLETIONS
+        extras = extras_of(interface, spoken.understands)
+        read = read_embedding if is_embedding else Written(extras).add
         try:
             read(result.content_type, result.body or b"")
         except InternalError as error:

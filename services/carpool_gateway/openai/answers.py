@@ -20,7 +20,7 @@ from carpool.messages.requests import JSON
 from carpool.spoken import CHAT, COMPLETIONS
 from carpool_gateway.answers import HttpError
 from carpool_gateway.openai.errors import error_document
-from carpool_gateway.openai.pieces import Usage, Written, usage_of
+from carpool_gateway.openai.pieces import Extras, Usage, Written, usage_of
 
 DONE: Final = b"data: [DONE]\n\n"
 COMMENT: Final = b":\n\n"
@@ -80,9 +80,17 @@ def document(
 
 
 def _choice(interface: str, index: int, choice: Choice) -> dict[str, Any]:
-    is_chat = interface == CHAT
-    text = {"message": {"role": "assistant", "content": choice.text}} if is_chat else {"text": choice.text}
-    return {"index": index, **text, "logprobs": None, "finish_reason": choice.written.finish_reason}
+    written = choice.written
+    extras = written.take_extras()
+    logprobs, calls = (None, {}) if extras is None else extras
+    text: dict[str, Any] = {"text": choice.text}
+    if interface == CHAT:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+        if calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [calls[number] for number in sorted(calls)]
+        text = {"message": message}
+    return {"index": index, **text, "logprobs": logprobs, "finish_reason": written.finish_reason}
 
 
 def model_document(name: str, created_s: int, speaks: Sequence[str]) -> dict[str, Any]:
@@ -118,6 +126,16 @@ class EventFormat:
         before, behind = self._form.parts
         return self._event(index, before + text + behind, b"null")
 
+    def piece(self, index: int, text: bytes, extras: Extras) -> bytes:
+        """The event of a text, which is a JSON string or empty, and of what came with it."""
+        before, behind = self._form.parts
+        told = before + text + behind if text else self._form.empty
+        if extras.tool_calls:
+            delta: dict[str, Any] = {"content": msgspec.Raw(text)} if text else {}
+            calls = [{"index": number, **call} for number, call in extras.tool_calls.items()]
+            told = b'"delta":' + _on_one_line(msgspec.json.encode({**delta, "tool_calls": calls}))
+        return self._event(index, told, b"null", _on_one_line(msgspec.json.encode(extras.logprobs)))
+
     def role(self, index: int) -> bytes:
         """The first event of a choice of a chat."""
         return self._event(index, _ROLE, b"null")
@@ -131,11 +149,12 @@ class EventFormat:
         tail = b'],"usage":%b}\n\n' % json.dumps(usage.document, separators=(",", ":")).encode()
         return self._head + tail
 
-    def _event(self, index: int, text: bytes, reason: bytes) -> bytes:
-        return b'%b{"index":%d,%b,"logprobs":null,"finish_reason":%b}%b' % (
+    def _event(self, index: int, text: bytes, reason: bytes, logprobs: bytes = b"null") -> bytes:
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
             self._head,
             index,
             text,
+            logprobs,
             reason,
             self._tail,
         )
@@ -154,10 +173,13 @@ def text_of(content_type: str, body: bytes, written: Written) -> bytes:
     """
     if content_type != JSON or body[:1] != b'"':
         body = msgspec.json.encode(written.add(content_type, body))
-    if len(body) == len(b'""'):
-        return b""
-    if not body.isascii():
+    return b"" if len(body) == len(b'""') else _on_one_line(body)
+
+
+def _on_one_line(document: bytes) -> bytes:
+    """JSON in which no client finds the end of a line."""
+    if not document.isascii():
         for character, escaped in _LINE_ENDS:
-            if character in body:
-                body = body.replace(character, escaped)
-    return body
+            if character in document:
+                document = document.replace(character, escaped)
+    return document

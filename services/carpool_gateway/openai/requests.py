@@ -21,6 +21,7 @@ import msgspec
 from carpool.keys import MODEL_NAME
 from carpool.spoken import CHAT, COMPLETIONS, EMBEDDINGS, Spoken
 from carpool_gateway.openai.errors import RequestError, unknown_model
+from carpool_gateway.openai.pieces import extras_of
 
 PROMPTS_MAX: Final = 2048  # in one call, as OpenAI has it for embeddings
 _STOP_MAX: Final = 4
@@ -36,13 +37,15 @@ Document = Mapping[str, Any]
 
 class Asked(NamedTuple):
     """What a client asks for. `bodies`: of the requests for the model, as JSON. `has_tokens`: some prompt is
-    token IDs. `is_base64`: embeddings are wanted as base64."""
+    token IDs. `is_base64`: embeddings are wanted as base64. `extras`: what an answer may have beside its
+    text, see `pieces.Written`."""
 
     bodies: list[bytes]
     is_stream: bool = False
     has_usage: bool = False
     has_tokens: bool = False
     is_base64: bool = False
+    extras: tuple[str, ...] = ()
 
 
 # --- the document ------------------------------------------------------------------------------------------
@@ -93,7 +96,7 @@ def _does_not_speak(interface: str, spoken: Spoken, model: str) -> str:
 
 def _read_completions(document: Document, understood: Iterable[str]) -> Asked:
     prompts = _prompts("prompt", document)
-    return _asked("prompt", prompts, document, understood, _NEUTRAL_COMPLETIONS)
+    return _asked("prompt", prompts, document, understood, _NEUTRAL_COMPLETIONS, COMPLETIONS)
 
 
 def _read_chat(document: Document, understood: Iterable[str]) -> Asked:
@@ -105,17 +108,23 @@ def _read_chat(document: Document, understood: Iterable[str]) -> Asked:
     if not messages:
         raise _wrong("messages", "must have at least one message")
     read = [_message(f"messages[{at}]", one, understood) for at, one in enumerate(messages)]
-    return _asked("messages", [read], document, understood, _NEUTRAL_CHAT)
+    return _asked("messages", [read], document, understood, _NEUTRAL_CHAT, CHAT)
 
 
 def _asked(
-    name: str, prompts: list[Any], document: Document, understood: Iterable[str], neutral: Mapping[str, Any]
+    name: str,
+    prompts: list[Any],
+    document: Document,
+    understood: Iterable[str],
+    neutral: Mapping[str, Any],
+    interface: str,
 ) -> Asked:
     _check_neutral(document, neutral, understood)
     shared = _parameters(document, understood)
     is_stream, has_usage = _stream(document)
     bodies = [msgspec.json.encode({name: prompt, **shared}) for prompt in prompts]
-    return Asked(bodies, is_stream, has_usage, _has_tokens(prompts))
+    extras = extras_of(interface, understood)
+    return Asked(bodies, is_stream, has_usage, _has_tokens(prompts), extras=extras)
 
 
 def _read_embeddings(document: Document, understood: Iterable[str]) -> Asked:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
 from carpool.errors import UnimplementedError
+from carpool_gateway.limits import Limits
 from carpool_gateway.probes import Health
 from carpool_gateway.rpc.calls import Call, Calls
 from carpool_gateway.rpc.documents import Documents
@@ -103,16 +104,7 @@ class GrpcServer:
 
     async def listen(self, host: str, port: int) -> int:
         """Begin to accept calls. Returns the port. Raises OSError."""
-        self._server = grpc.aio.server(
-            options=(
-                ("grpc.max_receive_message_length", self._calls.limits.body_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),  # else a second gateway could have the same port
-                ("grpc.keepalive_time_ms", _PING_MS),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", _CLIENT_PING_MS_MIN),
-            )
-        )
+        self._server = grpc.aio.server(options=options_of(self._calls.limits))
         self._server.add_generic_rpc_handlers((_Table(self._handlers),))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
@@ -130,6 +122,29 @@ class GrpcServer:
         self._streams.drain()
         await self._server.stop(max(0.0, end_s - time.monotonic()))
         return self._calls.in_flight == 0
+
+
+def options_of(limits: Limits) -> Sequence[tuple[str, int]]:
+    """The options of grpcio's server.
+
+    A connection that has reached its age takes no more calls. What is under way on it may take as long as any
+    request, and its answer as long to be read as one of HTTP; then grpcio ends it. It has no other way to end
+    an answer that its client does not read.
+    """
+    options = [
+        ("grpc.max_receive_message_length", limits.body_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),  # else a second gateway could have the same port
+        ("grpc.keepalive_time_ms", _PING_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _CLIENT_PING_MS_MIN),
+    ]
+    if limits.grpc_connection_s:
+        options += [
+            ("grpc.max_connection_age_ms", int(limits.grpc_connection_s * 1000)),
+            ("grpc.max_connection_age_grace_ms", int((limits.timeout_s + limits.write_s) * 1000)),
+        ]
+    return options
 
 
 class _Table(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types

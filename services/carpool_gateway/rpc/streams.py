@@ -141,7 +141,9 @@ class _Stream:
         self._memory.hold(size)
 
     def stop_reading(self) -> None:
-        """Read no more requests."""
+        """Read no more requests. A client that has sent all of its own notices nothing."""
+        if self._reader is not None and self._reader.done():
+            return
         self._is_draining = True
         if self._reader is not None and self._waits_for_request:
             self._reader.cancel()

@@ -194,7 +194,7 @@ class OpenAIInference:
     def _responder(self, caller: Caller, model: str, asked: Asked) -> _Responder:
         if caller.interface == EMBEDDINGS:
             return partial(self._respond_with_vectors, model, asked)
-        return partial(_respond_with_texts, caller.interface, model)
+        return partial(_respond_with_texts, caller.interface, model, asked.extras)
 
     def _respond_with_vectors(
         self, model: str, asked: Asked, exchange: Exchange, envelopes: Sequence[Envelope]
@@ -231,12 +231,12 @@ def _finish(exchange: Exchange, respond: _Responder, outcomes: Sequence[_Outcome
 
 
 def _respond_with_texts(
-    interface: str, model: str, exchange: Exchange, envelopes: Sequence[Envelope]
+    interface: str, model: str, extras: Sequence[str], exchange: Exchange, envelopes: Sequence[Envelope]
 ) -> None:
     choices: list[answers.Choice] = []
     for envelope in envelopes:
         _check_ok(envelope)
-        written = Written()
+        written = Written(extras)
         text = written.add(envelope["content_type"], envelope["body"])
         choices.append(answers.Choice(text, written))
     body = answers.document(

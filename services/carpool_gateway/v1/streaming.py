@@ -84,7 +84,7 @@ class _Answer:
         self._interface = interface
         self._has_usage = asked.has_usage
         self._streams = streams
-        self._written = [Written() for _ in streams]
+        self._written = [Written(asked.extras) for _ in streams]
         self._format: EventFormat | None = None  # once the answer has begun
         self._is_quiet = False  # nothing was written for some time
         self._timer: asyncio.TimerHandle | None = None
@@ -121,20 +121,24 @@ class _Answer:
     async def _write_choice(self, index: int, chunks: Chunks) -> None:
         written = self._written[index]
         async for item in chunks:
-            await self._write_text(index, text_of(item.content_type, item.body or b"", written))
+            await self._write_piece(index, item.content_type, item.body or b"")
         reply = chunks.reply
         assert reply is not None, "the stream has ended without an error"
         if not chunks.count:  # a model that steps may finish a request without a chunk
             result = reply.value
-            await self._write_text(index, text_of(result.content_type, result.body, written))
+            await self._write_piece(index, result.content_type, result.body)
         form = await self._begun()
         await self._exchange.write(form.finish(index, written.finish_reason))
 
-    async def _write_text(self, index: int, text: bytes) -> None:
-        if text:
+    async def _write_piece(self, index: int, content_type: str, body: bytes) -> None:
+        written = self._written[index]
+        text = text_of(content_type, body, written)
+        extras = written.take_extras()
+        if text or extras is not None:
             self._is_quiet = False
             form = self._format or await self._begun()
-            await self._exchange.write(form.text(index, text))
+            event = form.text(index, text) if extras is None else form.piece(index, text, extras)
+            await self._exchange.write(event)
 
     async def _begun(self) -> EventFormat:
         """How events are written, of an answer that has begun. A chat has one choice, and begins with its

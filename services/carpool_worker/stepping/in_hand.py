@@ -12,15 +12,11 @@ from carpool_worker.stepping.execution import StepExecution
 
 
 class InHand:
-    """Requests in the order in which they came, each with a key that no other one has had.
-
-    `batches`: ID and epoch of each of them; replaced, never changed, because other threads read it.
-    """
+    """Requests in the order in which they came, each with a key that no other one has had."""
 
     def __init__(self, settings: ModelSettings, *, has_tensors: bool) -> None:
         """`has_tensors`: the model declares tensors."""
         self.settings = settings
-        self.batches: list[tuple[str, int]] = []
         self._has_tensors = has_tensors
         self._requests: dict[int, StepExecution] = {}  # by key
         self._keys = count()
@@ -33,6 +29,11 @@ class InHand:
     def __iter__(self) -> Iterator[StepExecution]:
         """Those that are in hand now, whatever is removed meanwhile."""
         return iter([*self._requests.values()])
+
+    @property
+    def batches(self) -> list[tuple[str, int]]:
+        """ID and epoch of the batch of each of them. Other threads may ask for this at any time."""
+        return [(one.execution.batch.id, one.execution.batch.epoch) for one in self]
 
     def get(self, key: int) -> StepExecution | None:
         """The request that has this key; None if it is not in hand any more."""
@@ -57,7 +58,6 @@ class InHand:
         bytes_max = self.settings.max_result_bytes
         request = StepExecution(execution, self.new_key(), now_s, bytes_max, has_tensors=self._has_tensors)
         self._requests[request.key] = request
-        self.batches = [*self.batches, _named(request)]
         return request
 
     def begin_again(self, request: StepExecution, chunks: Sequence[bytes]) -> None:
@@ -70,7 +70,6 @@ class InHand:
         """These have ended, or another worker has them."""
         for request in requests:
             self._requests.pop(request.key, None)
-        self.batches = [_named(request) for request in self]
 
     def _use_settings(self, batch: Batch) -> None:
         """The batch that was dispatched last says which settings are in effect: not one that is reclaimed
@@ -85,7 +84,3 @@ class InHand:
             self.settings = self.settings.with_those_for_steps(batch.settings)
             for request in self:
                 request.result_bytes_max = self.settings.max_result_bytes
-
-
-def _named(request: StepExecution) -> tuple[str, int]:
-    return request.execution.batch.id, request.execution.batch.epoch

@@ -401,7 +401,7 @@ class StepReplica(ReplicaLoop[Execution]):
     @property
     def slots_in_use(self) -> int:
         """How many requests have a slot. The model process does not tell when the last ones are dropped."""
-        return min(self._running, len(self._in_hand.batches))
+        return min(self._running, len(self._in_hand))
 
 
 def _limits(settings: ModelSettings, slots: int) -> Configure:

@@ -9,6 +9,7 @@ clients    starts HTTP clients, and judges what they recorded
 resending  a proxy of HTTP that sends a request again when its connection breaks
 servers    what services and producers connect to: one Redis, with Sentinel, a cluster, a network between
 run        one run: a stack under load, a fault, and what became of each request
+streams    what became of the texts that readers read through gateways
 gateway_run     a run with gateways, and HTTP clients beside the producers
 gateway_faults  the faults of gateways
 report     the tables

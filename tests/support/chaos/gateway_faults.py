@@ -20,26 +20,28 @@ OUTAGE_S: Final = 5.0
 class GatewayFault(NamedTuple):
     """`inflict` inflicts it once and sees to what it broke. `bound_s`: how long recovery may take.
     `executes_once`: whether a request that has an Idempotency-Key is executed once; workers are left alone.
-    `resends`: clients use a proxy that sends requests again. `times`: how often it is inflicted in a run."""
+    `resends`: clients use a proxy that sends requests again. `has_readers`: streams are read meanwhile.
+    `times`: how often it is inflicted in a run."""
 
     inflict: Callable[[GatewayRun], None]
     bound_s: float
     executes_once: bool = True
     resends: bool = False
+    has_readers: bool = False
     servers: ServersOf = alone
     times: int = 3
 
 
 def kill_gateway(run: GatewayRun) -> None:
     victim = run.any_gateway()
-    run.recovers_elsewhere(victim, victim.kill)
+    run.recovers_elsewhere(victim, lambda: run.kill(victim))
     run.restart(victim)
 
 
 def terminate_gateway(run: GatewayRun) -> None:
     victim = run.any_gateway()
     at = run.gateways.index(victim)
-    assert victim.terminate(30) == 0
+    assert run.terminate(victim) == 0
     run.restart(victim)
     run.recovers_here(run.gateways[at])
 
@@ -82,6 +84,6 @@ GATEWAY_FAULTS: Final[dict[str, GatewayFault]] = {
         kill_gateway, ELSEWHERE_S, resends=True
     ),
     "any of these of gateways, and of those above that leave the network alone, at random": GatewayFault(
-        anything, HERE_S, executes_once=False, times=12
+        anything, HERE_S, executes_once=False, has_readers=True, times=12
     ),
 }

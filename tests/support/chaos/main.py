@@ -20,7 +20,7 @@ from support.chaos.gateway_run import started as gateways_started
 from support.chaos.report import (
     document,
     gateway_progress,
-    gateway_table,
+    gateway_tables,
     is_kept,
     is_kept_by_gateways,
     progress,
@@ -48,7 +48,8 @@ def carry_out(fault: Fault, home: Path, seed: int, times: int, spec: str = SPEC)
 
 def carry_out_with_gateways(fault: GatewayFault, home: Path, seed: int, times: int) -> GatewayOutcome:
     """One run with gateways."""
-    with gateways_started(home, seed, servers=fault.servers, resends=fault.resends) as run:
+    of_run = {"resends": fault.resends, "has_readers": fault.has_readers}
+    with gateways_started(home, seed, servers=fault.servers, **of_run) as run:
         for _ in range(times):
             run.wait_for_load()
             fault.inflict(run)
@@ -98,7 +99,7 @@ def main() -> int:
             gateway_outcomes[name].append(result)
             are_kept &= is_kept_by_gateways(name, result)
             print(gateway_progress(name, result, seed), file=sys.stderr, flush=True)
-    print("\n".join([*table(outcomes), "", *gateway_table(gateway_outcomes)]))
+    print("\n".join([*table(outcomes), "", *gateway_tables(gateway_outcomes)]))
     seeds = f"{options.seed} to {options.seed + options.runs - 1}"
     if options.write and is_whole[0]:
         DOCUMENT.write_text(document(outcomes, seeds, DOCUMENT.read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from support.chaos.faults import FAULTS
 from support.chaos.gateway_faults import GATEWAY_FAULTS
 from support.chaos.gateway_run import GATEWAYS, GatewayOutcome
 from support.chaos.run import LEASE_S, PRODUCERS, Outcome
+from support.chaos.streams import LATE_S, StreamReport
 
 Outcomes = Mapping[str, Sequence[Outcome]]  # by fault
 GatewayOutcomes = Mapping[str, Sequence[GatewayOutcome]]
@@ -83,6 +85,16 @@ model records each execution in a file.
   error. Lost, duplicated and misrouted requests of the producers are in the column for these.
 - left over: also bodies and connections that a gateway still holds when all clients have ended.
 
+In the runs of the last row two more workers serve a model that steps, and for each front end a reader reads
+one text of it after the other, through each gateway in turn. The text depends on its prompt alone, so a gap
+shows, and what comes twice. The second table has what became of these texts.
+
+- failed: with an error on the stream; refused: with an answer 429, 502, 503 or 504 in place of it; broken:
+  with a connection whose gateway was killed, or had ended before the text began.
+- wrong: not the beginning of the text, or not all of it at its end; cut off: with a connection of a gateway
+  that had not ended; unexpected: refused with another answer; late: without an end for {late} s.
+- longest: the time that a text took, with all faults that it met.
+
 Measured on {machine}; seeds {seeds}.
 
 """
@@ -91,6 +103,12 @@ _GATEWAY_COLUMNS: Final = (
     "fault", "runs", "requests of HTTP", "sent again", "refused", "broken", "lost", "misrouted", "different",
     "repeated", "failed", "requests of producers", "wrong", "left over", "recovery, median", "worst", "bound",
     "kept", "memory of a gateway",
+)  # fmt: skip
+
+
+_STREAM_COLUMNS: Final = (
+    "front end", "texts", "complete", "failed", "refused", "broken", "wrong", "cut off", "unexpected", "late",
+    "longest",
 )  # fmt: skip
 
 
@@ -109,8 +127,34 @@ def document(outcomes: Outcomes, seeds: str, before: str = "") -> str:
 def with_gateways(outcomes: GatewayOutcomes, seeds: str, before: str) -> str:
     """The document with a new part about gateways. `before`: as it was."""
     first, _, _ = before.partition(f"\n{_GATEWAY_TITLE}")
-    head = _GATEWAY_HEAD.format(gateways=GATEWAYS, clients=CLIENTS, machine=_machine(), seeds=seeds)
-    return "\n".join([first.rstrip("\n"), "", head + "\n".join(gateway_table(outcomes)), ""])
+    head = _GATEWAY_HEAD.format(
+        gateways=GATEWAYS, clients=CLIENTS, machine=_machine(), seeds=seeds, late=int(LATE_S)
+    )
+    return "\n".join([first.rstrip("\n"), "", head + "\n".join(gateway_tables(outcomes)), ""])
+
+
+def gateway_tables(outcomes: GatewayOutcomes) -> Iterator[str]:
+    """The lines of the table of gateways, and of that of streams if any were read."""
+    yield from gateway_table(outcomes)
+    reports: dict[str, list[StreamReport]] = {}
+    for outcome in itertools.chain.from_iterable(outcomes.values()):
+        for name, report in outcome.of_readers.items():
+            reports.setdefault(name, []).append(report)
+    if reports:
+        yield ""
+        yield f"| {' | '.join(_STREAM_COLUMNS)} |"
+        yield "|---|" + "---:|" * (len(_STREAM_COLUMNS) - 1)
+        for name, of_front_end in sorted(reports.items()):
+            yield f"| {' | '.join(_stream_cells(name, of_front_end))} |"
+
+
+def _stream_cells(name: str, reports: Sequence[StreamReport]) -> Iterator[str]:
+    yield name
+    for kind in ("texts", "complete", "failed", "refused", "broken"):
+        yield f"{sum(getattr(report, kind) for report in reports):,}"
+    for kind in ("wrong", "cut_off", "unexpected", "late"):
+        yield f"{sum(len(getattr(report, kind)) for report in reports):,}"
+    yield _seconds(max(report.longest_s for report in reports))
 
 
 def gateway_table(outcomes: GatewayOutcomes) -> Iterator[str]:
@@ -162,6 +206,7 @@ def gateway_progress(name: str, outcome: GatewayOutcome, seed: int) -> str:
     return (
         f"{verdict}: {name}, seed {seed}: {outcome.of_clients}; producers: {producers.report}; "
         f"left over: {', '.join(producers.left_over) or 'nothing'}; recovered in {recoveries}"
+        + "".join(f"\n  {name}: {report}" for name, report in outcome.of_readers.items())
     )
 
 

@@ -6,7 +6,9 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple
 
 from redis import RedisError
@@ -56,18 +58,27 @@ class Run:
 
     replies: ClassVar[str] = f"[^{HOSTILE[0]}]*"  # the reply streams of producers, as a pattern
 
-    def __init__(self, servers: Servers, home: Path, seed: int, spec: str = SPEC) -> None:
-        """`spec`: the argument of the workers."""
-        self._spec = spec
+    def __init__(
+        self,
+        servers: Servers,
+        home: Path,
+        seed: int,
+        spec: str = SPEC,
+        other_specs: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`spec`: the argument of the workers. `other_specs`: of workers of further models, by model."""
+        self._specs = {MODEL: spec, **other_specs}
+        self._models: dict[Service, str] = {}  # of workers
         self.servers = servers
         self.stack = stack = servers.stack
         self.home = home
         self.random = random.Random(seed)
         self.recoveries_s: list[float] = []
         self._probes, self._versions = 0, 1
-        self.workers = [self._new_worker() for _ in range(2)]
+        self.workers = [self._new_worker(model) for model in self._specs for _ in range(2)]
         self.batchers = [stack.batcher() for _ in range(2)]
-        stack.wait_for_model(MODEL, workers=2)
+        for model in self._specs:
+            stack.wait_for_model(model, workers=2)
         stack.configure(MODEL, result_ttl_ms=str(RESULTS_KEPT_MS))
         self.hostile = HostileProducer(
             servers.producers_url, KEYS, requests=HOSTILE_REQUESTS, pause_s=HOSTILE_PAUSE_S
@@ -95,8 +106,11 @@ class Run:
 
     def replace(self, service: Service) -> None:
         """Start another service in place of one that was killed."""
-        of = self.batchers if service in self.batchers else self.workers
-        of[of.index(service)] = self.stack.batcher() if of is self.batchers else self._new_worker()
+        if service in self.batchers:
+            self.batchers[self.batchers.index(service)] = self.stack.batcher()
+        else:
+            at = self.workers.index(service)
+            self.workers[at] = self._new_worker(self._models[service])
 
     def begin_version(self) -> None:
         """Workers that are started from now on have another version of the model."""
@@ -106,7 +120,8 @@ class Run:
     def any_worker(self) -> Service:
         """One of the workers, with a batch."""
         worker: Service = self.random.choice(self.workers)
-        wait_until(lambda: self.stack.has_batch(MODEL, worker), description="the worker has a batch")
+        model = self._models[worker]
+        wait_until(lambda: self.stack.has_batch(model, worker), description="the worker has a batch")
         return worker
 
     def recovers(self, watch: Stopwatch | None = None) -> None:
@@ -118,14 +133,24 @@ class Run:
     def settles(self) -> None:
         """Measure how long it takes from now until all batches that are in flight now are settled."""
         watch = Stopwatch()
-        last = self._call(lambda redis: redis.xrevrange(KEYS.batches, count=1))
-        if last:
+        of_models = [Keys(model).batches for model in self._specs]
+        last = [(batches, entry_id) for batches in of_models if (entry_id := self._last_of(batches))]
+        for batches, entry_id in last:
             wait_until(
-                lambda: not self._call(lambda redis: redis.xrange(KEYS.batches, "-", last[0][0], count=1)),
+                partial(self._is_settled, batches, entry_id),
                 description="what was in flight is settled",
                 timeout_s=SETTLE_S_MAX,
             )
         self.recoveries_s.append(watch.passed_s)
+
+    def _last_of(self, batches: str) -> bytes | None:
+        """The ID of the last batch in flight."""
+        found = self._call(lambda redis: redis.xrevrange(batches, count=1))
+        return found[0][0] if found else None
+
+    def _is_settled(self, batches: str, entry_id: bytes) -> bool:
+        """Whether no batch is left up to this one."""
+        return not self._call(lambda redis: redis.xrange(batches, "-", entry_id, count=1))
 
     def _probe(self) -> None:
         """Send a request until it is answered."""
@@ -152,8 +177,10 @@ class Run:
                     raise
                 time.sleep(0.02)
 
-    def _new_worker(self) -> Service:
-        return self.stack.worker(self._spec, "--lease-ms", str(int(LEASE_S * 1000)))
+    def _new_worker(self, model: str) -> Service:
+        worker = self.stack.worker(self._specs[model], "--lease-ms", str(int(LEASE_S * 1000)))
+        self._models[worker] = model
+        return worker
 
     # --- the end -------------------------------------------------------------------------------------------
 
@@ -165,12 +192,13 @@ class Run:
         checker = Checker()
         for producer in self.producers:
             producer.tell(checker)
-        is_idle = _is_idle(self.stack)
+        is_idle = all(_is_idle(self.stack, model) for model in self._specs)
         collect(self.stack, MODEL, _WithoutProbes(checker), reply_to=self.replies)
         left_over = [] if is_idle else ["requests that wait or are in flight"]
         left_over += self._not_read_by_id()
-        left_over += sorted(self.stack.keys_without_ttl() - fixed_keys(MODEL) - {KEYS.overrides})
-        if self.stack.pending(MODEL):
+        fixed = {KEYS.overrides}.union(*map(fixed_keys, self._specs))
+        left_over += sorted(self.stack.keys_without_ttl() - fixed)
+        if any(self.stack.pending(model) for model in self._specs):
             left_over.append("pending batches")
         return Outcome(checker.report(), self.recoveries_s, self._memory(), left_over)
 
@@ -208,9 +236,9 @@ class _WithoutProbes(Checker):
             self._checker.envelope(found_at, envelope)
 
 
-def _is_idle(stack: Stack) -> bool:
+def _is_idle(stack: Stack, model: str) -> bool:
     try:
-        stack.wait_until_idle(MODEL, SETTLE_S_MAX)
+        stack.wait_until_idle(model, SETTLE_S_MAX)
     except (AssertionError, RedisError):
         return False
     return True

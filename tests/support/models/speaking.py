@@ -110,6 +110,32 @@ def repeat(batch: Sequence[dict[str, Any]]) -> list[Any]:
 repeat.speaks = "completions"  # type: ignore[attr-defined]
 
 
+def call_tools(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields pieces with log probabilities if asked for, and then a call of each tool: of the first one in
+    parts."""
+    for at in range(2):
+        text = piece_of(prompt_of(body), at)
+        token = {"token": text, "logprob": -0.5 * at, "bytes": [*text.encode()], "top_logprobs": []}
+        is_chat = "messages" in body
+        told = (
+            {"content": [token], "refusal": None} if is_chat else {"tokens": [text], "text_offset": [7 * at]}
+        )
+        yield {"text": text, "token": at, **({"logprobs": told} if body.get("logprobs") else {})}
+    for number, tool in enumerate(body.get("tools", ())):
+        function = {"name": tool["function"]["name"], "arguments": '{"at": 1}'}
+        call = {"id": f"call_{number}", "type": "function", "function": function}
+        if number:
+            yield {"tool_calls": [call]}
+        else:
+            begun = {**call, "index": 0, "function": {**function, "arguments": '{"at":'}}
+            yield {"tool_calls": [begun]}
+            yield {"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]}
+
+
+call_tools.speaks = ("completions", "chat")  # type: ignore[attr-defined]
+call_tools.understands = ("logprobs", "top_logprobs", "tools")  # type: ignore[attr-defined]
+
+
 class Vectors:
     """A vector of the batch's size, the length of the input, and a third that is not exact in FP32."""
 

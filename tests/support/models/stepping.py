@@ -94,9 +94,10 @@ def endless(body: dict[str, Any]) -> Iterator[str]:
 
 
 class Told(Chain):
-    """Speaks completions: writes `max_tokens` chunks of a text that depends on the prompt alone."""
+    """Speaks completions and chat: writes `max_tokens` chunks of a text that depends on the prompt alone, or
+    on the last message."""
 
-    speaks = "completions"
+    speaks = ("completions", "chat")
     step_s = 0.01
 
     def begin(self, requests: Sequence[Any]) -> None:
@@ -105,8 +106,9 @@ class Told(Chain):
 
     def _step(self, request: Any) -> None:
         body, state = request.body, request.state
+        prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
         if state["at"] < body["max_tokens"]:
-            chunk = chunk_after("", body["prompt"], state["text"])
+            chunk = chunk_after("", prompt, state["text"])
             state["text"] += chunk
             state["at"] += 1
             request.emit(chunk)
