@@ -51,6 +51,7 @@ class DeclaredModel(NamedTuple):
     replicas: int | Literal["auto"] | None = None
     device: str | None = None
     parameters_in: str = ""  # the file and the table that they are in, for errors; empty without a file
+    version: str = ""  # in place of what the model declares
 
 
 def read_model_file(path: Path) -> dict[str, DeclaredModel]:

@@ -42,7 +42,8 @@ class Configuration:
 
     `settings`: as text, by name. `folder`: where modules are found; None for the working directory.
     `parameters_in`: the table of a TOML file in which parameters may be given, for errors; empty for none.
-    `settings_from`: what gives each of the settings, `--set` or `file`.
+    `settings_from`: what gives each of the settings, `--set` or `file`. `version`: in place of what the model
+    declares; empty for none.
     """
 
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
@@ -50,23 +51,27 @@ class Configuration:
     folder: Path | None = None
     parameters_in: str = ""
     settings_from: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""
 
     def encode(self) -> bytes:
         """The payload of the message: JSON. Dates and times in parameters become text."""
         folder = None if self.folder is None else str(self.folder)
-        fields = [self.parameters, self.settings, folder, self.parameters_in, self.settings_from]
+        fields = [
+            self.parameters, self.settings, folder, self.parameters_in, self.settings_from, self.version,
+        ]  # fmt: skip
         return json.dumps(fields, default=_text_of_time).encode()
 
     @classmethod
     def decode(cls, payload: Buffer) -> Self:
         """The inverse of `encode`."""
-        parameters, settings, folder, parameters_in, settings_from = json.loads(bytes(payload))
+        parameters, settings, folder, parameters_in, settings_from, version = json.loads(bytes(payload))
         return cls(
             parameters={name: Parameter(*given) for name, given in parameters.items()},
             settings=settings,
             folder=None if folder is None else Path(folder),
             parameters_in=parameters_in,
             settings_from=settings_from,
+            version=version,
         )
 
 

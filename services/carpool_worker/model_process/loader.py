@@ -88,7 +88,7 @@ def find_model(location: str, folder: Path | None = None, settings: Mapping[str,
         for entry_point in entry_points(group=MODELS_GROUP, name=location):
             return entry_point.load()
     if location.endswith(".py") and (file := Path(location)).is_file():
-        raise UnusableError(f"model {location!r} is a whole file: {_objects_of(file)}")
+        raise UnusableError(f"model {location!r} is a whole file: {_naming(file)}")
     registered = registered_names()
     similar = difflib.get_close_matches(location, registered, n=1)
     hint = f"did you mean {similar[0]!r}? Or " if similar else ""
@@ -98,17 +98,23 @@ def find_model(location: str, folder: Path | None = None, settings: Mapping[str,
     )
 
 
-def _objects_of(file: Path) -> str:
-    """How to name an object of a file, with those that may be models. Nothing of it is executed."""
+def objects_of(file: Path) -> list[str]:
+    """The names of the classes and functions of a file that may be models; none of a file that cannot be
+    read. Nothing of it is executed."""
     try:
-        found = [
+        return [
             one.name
             for one in ast.parse(read_text(file)).body
             if isinstance(one, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             and not one.name.startswith("_")
         ]
     except (OSError, ValueError, SyntaxError):  # what is wrong is said once its object is named
-        found = []
+        return []
+
+
+def _naming(file: Path) -> str:
+    """How to name an object of a file, with those that may be models."""
+    found = objects_of(file)
     if not found:
         return f"name an object of it, as in {file}:Name"
     more = ", ..." if len(found) > _OBJECTS_SHOWN else ""
