@@ -52,6 +52,7 @@ def served_model(
         folder=entry.folder,
         parameters_in=entry.parameters_in,
         version=entry.version,
+        declared=entry.declared,
         settings_from={**dict.fromkeys(entry.settings, "file"), **dict.fromkeys(of_flags, "--set")},
     )
     return ServedModel(

@@ -45,7 +45,7 @@ def with_model(location: str, configuration: Configuration, use: Callable[[Any, 
     settings, parameters = _parsed(configuration.settings), configuration.parameters
     secrets = [str(given.value) for given in parameters.values() if given.is_secret]
     try:
-        model = find_model(location, configuration.folder, settings)
+        model = find_model(location, configuration.folder, settings, configuration.declared)
         values = read_parameters(model, location, parameters, configuration.parameters_in)
         secrets += values.secrets
         return use(model, Given(values, settings, configuration.version))

@@ -21,6 +21,7 @@ from carpool.text_files import read_text
 MODELS_GROUP: Final = "carpool.models"
 _ONNX, _LANGUAGE, _SENTENCES = "onnx:", "hf:", "st:"
 _FORMATS: Final = (_ONNX, _LANGUAGE, _SENTENCES)
+TRITON: Final = "triton:"  # only of an entry of a repository: the file is nothing without its declaration
 _OBJECTS_SHOWN: Final = 8
 
 
@@ -57,11 +58,16 @@ def model_name(spec: str) -> tuple[str, str]:
     return name, location
 
 
-def find_model(location: str, folder: Path | None = None, settings: Mapping[str, Any] | None = None) -> Any:
+def find_model(
+    location: str,
+    folder: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    declared: Mapping[str, Any] | None = None,
+) -> Any:
     """The model object: a class, an instance or a function.
 
     `folder`: where modules are found in place of the working directory. `settings`: those of an ONNX file, in
-    place of what is declared beside it.
+    place of what is declared beside it. `declared`: what a repository declares, of a file of Triton's.
 
     Raises UnusableError for a location of no known form, and whatever the model's module raises. From now on
     `sys.argv` is that of a program without arguments.
@@ -73,6 +79,10 @@ def find_model(location: str, folder: Path | None = None, settings: Mapping[str,
         from carpool_worker.models.onnx import OnnxModel  # noqa: PLC0415 (an optional extra)
 
         return OnnxModel(files, settings)
+    if declared and location.startswith(TRITON):
+        from carpool_worker.models.triton.found import find  # noqa: PLC0415 (an optional extra)
+
+        return find(location.removeprefix(TRITON), declared, settings)
     if prefix == _LANGUAGE:
         from carpool_worker.models.hf.language_model import LanguageModel  # noqa: PLC0415 (likewise)
 

@@ -14,9 +14,10 @@ from typing import Final, NamedTuple
 
 from carpool.keys import MODEL_NAME
 from carpool.settings import ModelOptions
-from carpool_worker.model_file import DeclaredModel
+from carpool_worker.model_file import DEFAULT_FILE, DeclaredModel
 from carpool_worker.model_process.configuration import Parameter
 from carpool_worker.repository.layout import (
+    CONFIG_FILE,
     VERSION,
     check_inside,
     folders,
@@ -24,8 +25,10 @@ from carpool_worker.repository.layout import (
     problems_of_names,
     version_folders,
 )
+from carpool_worker.repository.of_triton import available_versions, declared_by_config, is_of_triton
 from carpool_worker.repository.own import declared_by_toml
 from carpool_worker.served_model import ServedModel, served_model
+from carpool_worker.triton.translation import ConfigError
 
 PREFIX: Final = "repository:"  # of a location: repository:DIR/NAME or repository:DIR/NAME/VERSION
 
@@ -50,7 +53,7 @@ class Repository:
     def versions(self, name: str) -> list[str]:
         """The versions of a model that may be served, in ascending order. Raises ValueError, also for a name
         that is none of an entry."""
-        return [path.name for path in version_folders(self._entry(name))]
+        return _versions(self._entry(name))
 
     def served_model(
         self,
@@ -86,7 +89,8 @@ class Repository:
             )
         folder = entry / (version or versions[-1])
         check_inside(folder, entry, f"{folder}")
-        return declared_by_toml(entry, folder)._replace(version=folder.name)
+        read = declared_by_config if is_of_triton(entry, folder) else declared_by_toml
+        return read(entry, folder)._replace(version=folder.name)
 
     def problems(self) -> dict[str, list[str]]:
         """All that is wrong with the entries, by their names, a sentence each. Nothing is loaded."""
@@ -107,6 +111,8 @@ class Repository:
         for version in versions or [None]:
             try:
                 self.declared(entry.name, version)
+            except ConfigError as error:
+                sentences += [problem for problem in error.problems if problem not in sentences]
             except ValueError as error:
                 if str(error) not in sentences:
                     sentences.append(str(error))
@@ -127,6 +133,14 @@ class Repository:
             )
         check_inside(entries[name], self.folder, f"{entries[name]}")
         return entries[name]
+
+
+def _versions(entry: Path) -> list[str]:
+    """Those of an entry that may be served. Raises ValueError."""
+    if (entry / CONFIG_FILE).is_file() and (entry / DEFAULT_FILE).is_file():
+        raise ValueError(f"{entry} has {DEFAULT_FILE} and {CONFIG_FILE}: remove one of them")
+    versions = [path.name for path in version_folders(entry)]
+    return available_versions(entry, versions) if (entry / CONFIG_FILE).is_file() else versions
 
 
 class Addressed(NamedTuple):
