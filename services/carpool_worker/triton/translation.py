@@ -6,7 +6,7 @@ Used twice: where a repository is read, for what is wrong, and in the model proc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -27,6 +27,11 @@ class Backend(StrEnum):
 
 FILES: Final = {Backend.ONNX: "model.onnx", Backend.PYTHON: "model.py"}
 _PLATFORMS: Final = {"onnxruntime_onnx": Backend.ONNX}
+_OF_BATCHES: Final = {  # fields of `dynamic_batching` that say when and how batches are formed
+    "preferred_batch_size": "preferred_batch_sizes",
+    "max_queue_delay_microseconds": "max_queue_delay_ms",
+    "preserve_ordering": "preserve_ordering",
+}
 _ENSEMBLE: Final = "ensemble"
 _WITHOUT_BACKEND: Final = 'write backend: "onnxruntime" or "python"'
 _ENVIRONMENT: Final = "EXECUTION_ENV_PATH"
@@ -64,10 +69,13 @@ def backend_of(config: Config, files: Sequence[str], problems: list[str]) -> Bac
             return found[0]
         problems.append(f"backend: is missing; {_WITHOUT_BACKEND}")
         return None
-    if backend in list(Backend) and _PLATFORMS.get(platform, backend) == backend:
+    if backend in list(Backend) and (not platform or _PLATFORMS.get(platform) == backend):
         return Backend(backend)
     if not backend and platform in _PLATFORMS:
         return _PLATFORMS[platform]
+    if backend in list(Backend):
+        problems.append(f"platform: {platform} does not go with backend {backend}; remove it")
+        return None
     name = "backend" if backend else "platform"
     problems.append(
         f"{name}: {backend or platform} has no counterpart: export the model to ONNX, or load it in a Python "
@@ -96,6 +104,8 @@ def translate(config: Config, backend: Backend) -> Translated:
             settings.pop("max_candidate_sequences", None)
     elif "dynamic_batching" in config:
         settings |= batching_settings(config["dynamic_batching"], problems)
+        if kind is ModelKind.STEPPING:
+            problems += _without_batches(config["dynamic_batching"], settings)
     if kind is ModelKind.STEPPING and rows == 1:
         del settings["max_batch_size"]  # requests that wait for others do not hold a process up
     problems += _OF_BACKEND[backend](config, tensors, kind)
@@ -121,6 +131,18 @@ def _kind_of(config: Config, backend: Backend, problems: list[str]) -> ModelKind
             "sequence_batching, or decoupled"
         )
     return ModelKind.STEPPING
+
+
+def _without_batches(batching: Mapping[str, Any], settings: dict[str, Any]) -> Iterator[str]:
+    """A sentence for each field of `dynamic_batching` that a decoupled model cannot have. Its setting is
+    taken out."""
+    for name, setting in _OF_BATCHES.items():
+        if batching[name]:
+            del settings[setting]
+            yield (
+                f"dynamic_batching.{name}: has no counterpart in a decoupled model, whose requests begin as "
+                f"they come; remove it"
+            )
 
 
 def _of_settings(settings: dict[str, Any], kind: ModelKind) -> list[str]:
@@ -173,8 +195,8 @@ def _of_python(config: Config, tensors: Tensors, kind: ModelKind) -> list[str]:
     problems = []
     if kind is not ModelKind.STEPPING:
         problems += [
-            f"input {tensor.name}: optional: has no counterpart but in decoupled models: a batch is one array "
-            "of each input; remove it"
+            f"input {tensor.name}: optional: has no counterpart but in decoupled models: a batch is one "
+            "array of each input; remove it"
             for tensor in tensors.inputs
             if tensor.optional
         ]
