@@ -139,7 +139,8 @@ def test_a_response_has_the_declared_outputs(load: Load, tensors: str, sentence:
 
 
 def test_a_response_may_be_sent_by_a_sender(load: Load) -> None:
-    setup = "[r.get_response_sender().send(y(r, 5), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL) for r in requests]"
+    flag = "pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+    setup = f"[r.get_response_sender().send(y(r, 5), {flag}) for r in requests]"
     model = load(PYTHON, returning("None", setup))
     np.testing.assert_array_equal(run(model, X), 5 * X)
 
@@ -188,7 +189,8 @@ def test_the_configuration_is_completed_by_the_model(load: Load) -> None:
                 config.set_dynamic_batching()
                 return config
             def execute(self, requests):
-                return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+                tensors = [pb_utils.Tensor("y", r.inputs()[0].as_numpy()) for r in requests]
+                return [pb_utils.InferenceResponse([tensor]) for tensor in tensors]
     """
     model = load("", source)
     assert model.settings.max_batch_size == 16
@@ -325,7 +327,8 @@ def test_shapes_of_clients_are_those_of_the_graph_reshaped(load: Load) -> None:
     config = """
         platform: "onnxruntime_onnx" max_batch_size: 4
         input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
-        output { name: "y" data_type: TYPE_FP32 dims: [ 1, 4 ] reshape { shape: [ 2, 2 ] } label_filename: "l" }
+        output { name: "y" data_type: TYPE_FP32 dims: [ 1, 4 ] reshape { shape: [ 2, 2 ] }
+                 label_filename: "l" }
     """
     model = load(config, identity(["n", 2, 2]), {"l": b"a\nb\nc\nd\n"})
     assert [spec.shape for spec in (*model.inputs, *model.outputs)] == [(4,), (1, 4)]
@@ -355,7 +358,7 @@ def test_a_graph_without_batches_has_a_batch_of_one(load: Load) -> None:
             "input x: dims: [3] are [2] in the graph, without the batch; write those",
         ),
         ('name: "x"', 'name: "z"', "input: the graph has x, which is missing; declare it"),
-        ('name: "y"', 'name: "z"', "outputs[0]: the file has no output 'z'; it has y"),
+        ('name: "y"', 'name: "z"', "/m/config.pbtxt: outputs: the file has no output 'z'; it has y"),
     ],
 )
 def test_a_graph_must_be_as_it_is_declared(load: Load, old: str, new: str, sentence: str) -> None:

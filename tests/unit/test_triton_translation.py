@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from carpool.model_settings import ModelKind
 from carpool_worker.triton.config import read_config
 from carpool_worker.triton.instances import chosen_versions, devices_of
+from carpool_worker.triton.refused import REFUSED
 from carpool_worker.triton.translation import Backend, ConfigError, Translated, translate
 
 TENSORS = """
@@ -279,6 +281,11 @@ def test_the_policy_chooses_versions(policy: str, expected: list[str]) -> None:
 )
 def test_what_has_no_counterpart_is_refused_by_name(backend: Backend, text: str, sentence: str) -> None:
     assert refused(text, backend) == [sentence]
+
+
+def test_the_document_lists_all_that_is_refused() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "repository.md").read_text()
+    assert [path for path in REFUSED if f"`{path}`" not in document] == []
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

@@ -9,7 +9,7 @@ from carpool_worker.triton.config import Config
 from carpool_worker.triton.schema import ENUMS
 
 # By the path of the field. A field with its default is as if it were not there.
-_REFUSED: Final = {
+REFUSED: Final = {
     "ensemble_scheduling": "write a Python model in place of the ensemble, that calls the others "
     "(docs/composition.md)",
     "runtime": "the backend is Carpool's own; remove it",
@@ -46,8 +46,8 @@ _REFUSED: Final = {
 def refused(config: Config) -> Iterator[str]:
     """A sentence for each field that has no counterpart. It begins with the field."""
     if config["platform"] == "ensemble" and "ensemble_scheduling" not in config:
-        yield f"platform: ensemble has no counterpart: {_REFUSED['ensemble_scheduling']}"
-    for path, remedy in _REFUSED.items():
+        yield f"platform: ensemble has no counterpart: {REFUSED['ensemble_scheduling']}"
+    for path, remedy in REFUSED.items():
         if any(map(_is_given, _found(config, path.split(".")))):
             yield f"{path}: has no counterpart: {remedy}"
 

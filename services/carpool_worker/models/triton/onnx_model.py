@@ -24,7 +24,7 @@ class TritonOnnxModel(OnnxModel):
         self, path: str | Path, translated: Translated, entry: Path, settings: Mapping[str, Any] | None = None
     ) -> None:
         declared = {**_declaration(translated, entry), **(settings or {})}
-        super().__init__(path, declared)
+        super().__init__(path, declared, declared_in=str(entry / "config.pbtxt"))
         self._tensors = translated.tensors
         self._entry = entry
         self._execute_graph = self.predict
