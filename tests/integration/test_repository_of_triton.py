@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from carpool import AsyncClient, Client, InternalError, InvalidArgumentError, NotFoundError
 from support import tiny_onnx
+from support.http import call
 from support.stack import Stack
 from support.tiny_onnx import Node, Value
 
@@ -103,6 +105,29 @@ REPEAT = """
     instance_group [ { kind: KIND_CPU } ]
 """
 
+SAY = """
+    max_batch_size: 0
+    model_transaction_policy { decoupled: true }
+    input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }
+    output { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] }
+    instance_group { kind: KIND_CPU }
+"""
+
+SAY_PY = """
+    import numpy as np
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            (request,) = requests
+            text = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy()
+            sender = request.get_response_sender()
+            for word in text[0].split():
+                output = pb_utils.Tensor("text_output", np.array([word], object))
+                sender.send(pb_utils.InferenceResponse([output]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
 REPEAT_PY = """
     import threading
     import numpy as np
@@ -184,6 +209,7 @@ def write_repository(folder: Path) -> None:
         ("scale", SCALE, "model.py", SCALE_PY),
         ("repeat", REPEAT, "model.py", REPEAT_PY),
         ("count", COUNT, "model.py", COUNT_PY),
+        ("say", SAY, "model.py", SAY_PY),
     ]
     for name, config, file, content in models:
         write(folder / name / "config.pbtxt", config)
@@ -204,7 +230,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     write_repository(folder)
     with Stack(tmp_path_factory.mktemp("stack")) as stack:
         stack.batcher()
-        names = ["add", "total", "scale", "repeat", "count"]
+        names = ["add", "total", "scale", "repeat", "count", "say"]
         for name in names:
             options = ["--param", "factor=3"] if name == "scale" else []
             stack.worker(f"repository:{folder}/{name}", *options)
@@ -280,6 +306,14 @@ def test_requests_of_a_sequence_reach_the_object_that_has_its_state(client: Clie
     wrong = pytest.raises(InvalidArgumentError, match="must be a number that UINT64 holds")
     with client.sequence("count", sequence_id="words") as named, wrong:
         named.infer([1])
+
+
+def test_texts_of_a_decoupled_model_are_responses_over_http(stack: Stack, client: Client) -> None:
+    assert list(client.stream("say", "a b")) in (["a", "b"], ["ab"])
+    path, body = "/v2/models/say/generate_stream", b'{"text_input": "once upon a time"}'
+    answer = call(stack.gateway().url, "POST", path, body)
+    events = [json.loads(line[6:]) for line in answer.body.decode().splitlines() if line]
+    assert "".join(event["text_output"] for event in events) == "onceuponatime"
 
 
 async def test_many_streams_at_a_time(stack: Stack) -> None:

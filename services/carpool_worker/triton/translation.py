@@ -38,10 +38,12 @@ _ENVIRONMENT: Final = "EXECUTION_ENV_PATH"
 
 
 class ConfigError(ValueError):
-    """A configuration cannot be served. `problems`: all that is wrong with it, a sentence each."""
+    """A configuration cannot be served. `problems`: all that is wrong with it, a sentence each. As text it is
+    the first of them."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__(problems[0])
+        more = len(problems) - 1
+        super().__init__(f"{problems[0]} (and {more} more)" if more else problems[0])
         self.problems = list(problems)
 
 

@@ -11,14 +11,22 @@ import asyncio
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from carpool.errors import CarpoolError
+from carpool.wire.tensors import Array, TensorSpec
 from carpool_worker.models.triton.backend_utils import InferenceRequest, InferenceResponseSender
 from carpool_worker.models.triton.python_model import Described, PythonModel
+from carpool_worker.models.triton.requests import Row
 
-WAIT_S: Final = 0.01  # of a step, for a response: new requests wait as long
+# How long a step waits for a response. A new request waits as long, and each step costs some CPU.
+WAIT_S: Final = 0.01
+QUIET_WAIT_S: Final = 0.05  # if there was none for QUIET_S
+QUIET_S: Final = 1.0
 
 
 class _Running:
@@ -32,6 +40,32 @@ class _Running:
     @property
     def has_news(self) -> bool:
         return self.error is not None or self.sender.has_news
+
+
+def as_texts(result: Row) -> Row:
+    """Texts in place of bytes that are UTF-8, so that a stream of them can be written as JSON."""
+    if isinstance(result, dict):
+        return {name: _text_array(array) for name, array in result.items()}
+    return _text_array(result)
+
+
+def _text_array(array: Array) -> Array:
+    if array.dtype.kind not in "OS":
+        return array
+    try:
+        texts = [one.decode() if isinstance(one, bytes) else one for one in array.ravel().tolist()]
+    except UnicodeDecodeError:
+        return array
+    return np.array(texts, object).reshape(array.shape)
+
+
+def _row(value: Any, spec: TensorSpec) -> Array:
+    """An input of one request as the only row of a batch; without dimensions it may be a plain value."""
+    if isinstance(value, np.ndarray):
+        return value[np.newaxis]
+    array = np.empty(1, object)
+    array[0] = value
+    return array if spec.datatype == "BYTES" else np.array([value])
 
 
 class _Given(NamedTuple):
@@ -50,6 +84,7 @@ class DecoupledModel(PythonModel):
         has_batches = "dynamic_batching" in described.config
         self._together = described.translated.rows if has_batches else 1
         self._given: queue.SimpleQueue[_Given] = queue.SimpleQueue()
+        self._heard_s = 0.0  # when there was a response last
         self._thread = threading.Thread(target=self._run, name="execute", daemon=True)
 
     def _load(self, device: str, parameters: Mapping[str, str]) -> None:
@@ -65,30 +100,37 @@ class DecoupledModel(PythonModel):
     def begin(self, requests: Sequence[Any]) -> None:
         """Pass requests on to the thread."""
         for one in requests:
-            names = [spec.name for spec in self.inputs]
-            body = one.body if isinstance(one.body, dict) else {names[0]: one.body}
-            batch = {name: array[None] for name, array in body.items()}
+            body = one.body if isinstance(one.body, dict) else {self.inputs[0].name: one.body}
+            batch = {spec.name: _row(body[spec.name], spec) for spec in self.inputs if spec.name in body}
             (request,) = self._exchange.requests(batch, [one.info], self._changed)
             one.state = _Running(request)
             self._given.put(_Given(one.state))
 
     def step(self, requests: Sequence[Any]) -> None:
         """Emit what was sent since the last step; wait for something for a moment."""
+        is_quiet = time.monotonic() - self._heard_s > QUIET_S
         with self._changed:
-            self._changed.wait_for(lambda: any(one.state.has_news for one in requests), WAIT_S)
+            self._changed.wait_for(
+                lambda: any(one.state.has_news for one in requests), QUIET_WAIT_S if is_quiet else WAIT_S
+            )
         for one in requests:
-            responses, is_final = one.state.sender.take()
-            for response in responses:
-                result = self._exchange.result(response)
-                if isinstance(result, CarpoolError):
-                    one.fail(result)
-                    break
-                one.emit(result)
-            if not one.has_ended:
-                if one.state.error is not None and not is_final:
-                    one.fail(one.state.error)
-                elif is_final:
-                    one.finish()
+            if one.state.has_news:
+                self._heard_s = time.monotonic()
+                self._send_on(one)
+
+    def _send_on(self, one: Any) -> None:
+        """Emit what was sent for one request."""
+        responses, is_final = one.state.sender.take()
+        for response in responses:
+            result = self._exchange.result(response)
+            if isinstance(result, CarpoolError):
+                one.fail(result)
+                return
+            one.emit(as_texts(result))
+        if is_final:
+            one.finish()
+        elif one.state.error is not None:
+            one.fail(one.state.error)
 
     def end(self, request: Any) -> None:
         """Nobody waits for responses any more."""

@@ -69,7 +69,7 @@ def _each(arrays: Array | dict[str, Array], tensors: Sequence[Tensor], change: A
         return {
             name: change(by_name[name], array) if name in by_name else array for name, array in arrays.items()
         }
-    return change(tensors[0], arrays)
+    return change(tensors[0], arrays) if tensors else arrays
 
 
 def _declaration(translated: Translated, entry: Path) -> dict[str, Any]:

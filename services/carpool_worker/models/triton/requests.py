@@ -124,7 +124,7 @@ class Exchange:
                     f"output {one.name!r} has the shape {list(array.shape)}, and must begin with 1, the batch"
                 )
             try:
-                rows[one.name] = one.from_model(array if self._has_batch else array[np.newaxis])[0]
+                rows[one.name] = one.from_model(array if self._has_batch else array[np.newaxis])[0, ...]
             except ValueError:
                 return InternalError(
                     f"output {one.name!r} has the shape {list(array.shape)}, and the configuration "
