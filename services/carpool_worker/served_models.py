@@ -16,7 +16,7 @@ from carpool.keys import MODEL_NAME
 from carpool.settings import NO_OPTIONS, ModelOptions
 from carpool_worker.model_file import SUFFIX, DeclaredModel, read_model_file
 from carpool_worker.model_process.loader import model_name
-from carpool_worker.repository.repository import PREFIX, addressed
+from carpool_worker.repository.layout import PREFIX
 from carpool_worker.served_model import NAMED_FILE, ServedModel, served_model
 
 __all__ = ["ServedModel", "served_model", "served_models"]
@@ -67,6 +67,8 @@ def _named(spec: str) -> Iterator[_Named]:
     if not (equals and MODEL_NAME.fullmatch(name)):
         name, location = "", spec
     if location.startswith(PREFIX):
+        from carpool_worker.repository.repository import addressed  # noqa: PLC0415 (others need none of it)
+
         of_entry, declared = addressed(location)
         yield _Named(name or of_entry, f"{name or of_entry}={location}", declared)
         return

@@ -409,7 +409,7 @@ class WorkerSettings(ModelSource, CommonSettings):
     model: CliPositionalArg[str] = Field(
         description="module:Name, path/file.py:Name, hf:FOLDER, st:FOLDER, onnx:FILE, square, docsearch, "
         "writer or voice-activity; NAME=MODEL serves it under another name; FILE.toml has models, with "
-        "parameters and settings, and FILE.toml:NAME is one of them"
+        "parameters and settings, and FILE.toml:NAME is one of them; repository:DIR/NAME is one of a folder"
     )
     replicas: Replicas = Field(1, description="number of model processes; auto: one per device")
     device: Devices = "auto"

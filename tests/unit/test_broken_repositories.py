@@ -83,6 +83,11 @@ BROKEN = {
         triton("", **{"m/carpool.toml": ""}),
         "REPO/m has carpool.toml and config.pbtxt: remove one of them",
     ),
+    "a declaration of the other form": (
+        {"m/carpool.toml": "", "m/1/model.py": PYTHON},
+        "REPO/m/1/model.py has a TritonPythonModel: declare it in a config.pbtxt in place of "
+        "REPO/m/carpool.toml",
+    ),
     "no text format": (
         triton('name: "m"\nbackend = "python"'),
         "REPO/m/config.pbtxt, line 2: '= \"python\"' is not valid here",

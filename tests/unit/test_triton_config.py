@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from carpool_worker.triton.config import empty_config, read_config
 from carpool_worker.triton.text_format import DEPTH_MAX, Field, Scalar, parse
@@ -62,6 +64,18 @@ def test_what_is_wrong_is_told_with_its_line(text: str, error: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse(text, "f")
     assert str(caught.value) == error
+
+
+PIECES = r"""input name dims key value parameters max_batch_size { } < > [ ] : , ; "x" ' " 1 -1 0x 1e9 true
+    TYPE_FP32 # \\ é"""
+
+
+@given(st.lists(st.sampled_from(PIECES.split()), max_size=30).map(" ".join) | st.text(max_size=40))
+def test_any_text_is_read_or_refused_with_a_line(text: str) -> None:
+    try:
+        read_config(text, "f")
+    except ValueError as error:
+        assert str(error).startswith("f, line ")
 
 
 def test_a_configuration_has_all_fields_with_their_defaults() -> None:

@@ -344,6 +344,11 @@ def test_a_graph_without_batches_has_a_batch_of_one(load: Load) -> None:
     np.testing.assert_array_equal(run(model, X[:1]), X[:1])
 
 
+def test_a_configuration_without_tensors_is_that_of_the_graph(load: Load) -> None:
+    model = load('backend: "onnxruntime"', identity([1, 2]))
+    assert (model.inputs[0].shape, model.settings.max_batch_size) == ((2,), 1)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [

@@ -10,8 +10,10 @@ from typing import Final
 from carpool.keys import MODEL_NAME
 from carpool_worker.model_file import DEFAULT_FILE
 
+PREFIX: Final = "repository:"  # of a location: repository:DIR/NAME or repository:DIR/NAME/VERSION
 VERSION: Final = re.compile(r"[1-9]\d{0,17}", re.ASCII)  # as Triton reads it: a positive INT64
 CONFIG_FILE: Final = "config.pbtxt"
+TRITON_CLASS: Final = "TritonPythonModel"
 _ALMOST_A_VERSION: Final = re.compile(r"\d+", re.ASCII)
 
 
@@ -31,10 +33,13 @@ def version_folders(entry: Path) -> list[Path]:
 
 
 def is_entry(folder: Path) -> bool:
-    """Whether a folder is meant as an entry: it has a declaration or a version. Raises ValueError."""
-    return any((folder / file).is_file() for file in (DEFAULT_FILE, CONFIG_FILE)) or bool(
-        version_folders(folder)
-    )
+    """Whether a folder is meant as an entry: it has a declaration or a version, or cannot be read."""
+    try:
+        return any((folder / file).is_file() for file in (DEFAULT_FILE, CONFIG_FILE)) or bool(
+            version_folders(folder)
+        )
+    except (OSError, ValueError):
+        return True
 
 
 def check_inside(path: Path, folder: Path, what: str) -> None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
 from carpool.text_files import read_text
 from carpool_worker.devices import devices
-from carpool_worker.model_file import PARAMETER_BYTES_MAX, DeclaredModel
+from carpool_worker.model_file import DEFAULT_FILE, PARAMETER_BYTES_MAX, DeclaredModel
 from carpool_worker.model_process.loader import TRITON, objects_of
-from carpool_worker.repository.layout import CONFIG_FILE, check_inside
+from carpool_worker.repository.layout import CONFIG_FILE, TRITON_CLASS, check_inside
 from carpool_worker.triton.config import Config, empty_config, read_config
 from carpool_worker.triton.instances import chosen_versions, devices_of
 from carpool_worker.triton.refused import refused
 from carpool_worker.triton.translation import FILES, Backend, ConfigError, backend_of, translate
 
-PYTHON_CLASS: Final = "TritonPythonModel"
-
 
 def is_of_triton(entry: Path, version: Path) -> bool:
     """Whether a version is to be read in Triton's form."""
-    return (entry / CONFIG_FILE).is_file() or PYTHON_CLASS in objects_of(version / FILES[Backend.PYTHON])
+    if (entry / CONFIG_FILE).is_file():
+        return True
+    has_own = (entry / DEFAULT_FILE).is_file()
+    return not has_own and TRITON_CLASS in objects_of(version / FILES[Backend.PYTHON])
 
 
 def config_of(entry: Path) -> Config:
@@ -54,7 +54,8 @@ def declared_by_config(entry: Path, version: Path) -> DeclaredModel:
     config, problems = config_of(entry), list[str]()
     if config["name"] and config["name"] != entry.name:
         problems.append(f"name: {config['name']!r} must be that of the folder, {entry.name!r}; remove it")
-    backend = backend_of(config, [path.name for path in version.iterdir()], problems)
+    candidates = [config["default_model_filename"], *FILES.values()]
+    backend = backend_of(config, [file for file in candidates if (version / file).is_file()], problems)
     processes = devices_of(config, lambda: devices("auto", "auto"), problems)
     chosen_versions(config, [version.name], [])
     if backend is None:

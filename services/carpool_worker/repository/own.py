@@ -17,7 +17,7 @@ from typing import Final
 
 from carpool_worker.model_file import DEFAULT_FILE, DeclaredModel, read_entry, read_toml
 from carpool_worker.model_process.loader import format_of, objects_of
-from carpool_worker.repository.layout import check_inside
+from carpool_worker.repository.layout import TRITON_CLASS, check_inside
 
 _ONNX_FILE: Final = "model.onnx"
 _PYTHON_FILE: Final = "model.py"
@@ -59,6 +59,10 @@ def _clear_object(file: Path, version: Path) -> str:
         raise ValueError(
             f"{python_file} has no class and no function without an underscore in front: name the model in "
             f'{file}, as in object = "{_PYTHON_FILE}:NAME"'
+        )
+    if TRITON_CLASS in found:
+        raise ValueError(
+            f"{python_file} has a {TRITON_CLASS}: declare it in a config.pbtxt in place of {file}"
         )
     if len(found) > 1:
         raise ValueError(

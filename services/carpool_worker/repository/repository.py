@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from carpool.keys import MODEL_NAME
 from carpool.settings import ModelOptions
@@ -18,6 +18,7 @@ from carpool_worker.model_file import DEFAULT_FILE, DeclaredModel
 from carpool_worker.model_process.configuration import Parameter
 from carpool_worker.repository.layout import (
     CONFIG_FILE,
+    PREFIX,
     VERSION,
     check_inside,
     folders,
@@ -29,8 +30,6 @@ from carpool_worker.repository.of_triton import available_versions, declared_by_
 from carpool_worker.repository.own import declared_by_toml
 from carpool_worker.served_model import ServedModel, served_model
 from carpool_worker.triton.translation import ConfigError
-
-PREFIX: Final = "repository:"  # of a location: repository:DIR/NAME or repository:DIR/NAME/VERSION
 
 
 class Repository:
@@ -48,7 +47,9 @@ class Repository:
 
     def names(self) -> list[str]:
         """The names of all entries, sorted. What is no entry, or has no valid name, is left out."""
-        return sorted(self._entries())
+        return [
+            path.name for path in folders(self.folder) if MODEL_NAME.fullmatch(path.name) and is_entry(path)
+        ]
 
     def versions(self, name: str) -> list[str]:
         """The versions of a model that may be served, in ascending order. Raises ValueError, also for a name
@@ -101,10 +102,11 @@ class Repository:
         return found
 
     def _problems_of(self, entry: Path) -> list[str]:
-        sentences = [*problems_of_names(entry)]
-        if not MODEL_NAME.fullmatch(entry.name):
-            return sentences
+        sentences: list[str] = []
         try:
+            sentences += problems_of_names(entry)
+            if not MODEL_NAME.fullmatch(entry.name):
+                return sentences
             versions: list[str | None] = [*self.versions(entry.name)]
         except ValueError as error:
             return [*sentences, str(error)]
@@ -118,21 +120,14 @@ class Repository:
                     sentences.append(str(error))
         return sentences
 
-    def _entries(self) -> dict[str, Path]:
-        return {
-            path.name: path
-            for path in folders(self.folder)
-            if MODEL_NAME.fullmatch(path.name) and is_entry(path)
-        }
-
     def _entry(self, name: str) -> Path:
-        entries = self._entries()
-        if name not in entries:
+        entry = self.folder / name
+        if not MODEL_NAME.fullmatch(name) or entry not in folders(self.folder) or not is_entry(entry):
             raise ValueError(
-                f"there is no model {name!r:.140} in {self.folder}; there are {_list(sorted(entries))}"
+                f"there is no model {name!r:.140} in {self.folder}; there are {_list(self.names())}"
             )
-        check_inside(entries[name], self.folder, f"{entries[name]}")
-        return entries[name]
+        check_inside(entry, self.folder, f"{entry}")
+        return entry
 
 
 def _versions(entry: Path) -> list[str]:

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from carpool.wire.tensors import Array, TensorSpec
 from carpool_worker.triton.config import Config
+
+if TYPE_CHECKING:
+    from carpool.wire.tensors import Array, TensorSpec
 
 _PREFIX: Final = "TYPE_"
 _STRING: Final = "STRING"
@@ -43,6 +45,8 @@ class Tensor:
 
     def spec(self, labels: Sequence[str] = ()) -> TensorSpec:
         """As a model declares it."""
+        from carpool.wire.tensors import TensorSpec  # noqa: PLC0415 (only a model process needs numpy for it)
+
         return TensorSpec(self.name, self.datatype, self.shape, labels=tuple(labels), optional=self.optional)
 
 

@@ -27,12 +27,20 @@ class TritonOnnxModel(OnnxModel):
         super().__init__(path, declared, declared_in=str(entry / "config.pbtxt"))
         self._tensors = translated.tensors
         self._entry = entry
+        self._completes = not translated.tensors.inputs and "max_batch_size" not in declared
         self._execute_graph = self.predict
 
     def load(self, device: str) -> None:
         """As OnnxModel does; then compare the graph with the configuration. Raises what it does, and
         UnusableError."""
-        super().load(device)
+        try:
+            super().load(device)
+        except ValueError:
+            if not self._completes:
+                raise
+            # As Triton completes a configuration without inputs: a graph with a fixed batch is not batched.
+            self._declared = {**(self._declared or {}), "max_batch_size": 1}
+            super().load(device)
         where = self._entry / "config.pbtxt"
         inputs = {one.name: one for one in self._tensors.inputs}
         outputs = {one.name: one for one in self._tensors.outputs}

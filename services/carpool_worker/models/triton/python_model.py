@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import keyword
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -150,7 +151,7 @@ def _with_parameters(load: Callable[[str, Mapping[str, str]], None], parameters:
     keywords = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value["string_value"], annotation=str)
         for name, value in parameters.items()
-        if name.isidentifier()
+        if name.isidentifier() and not keyword.iskeyword(name) and name != "device"
     ]
     device = inspect.Parameter("device", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)
     call.__signature__ = inspect.Signature([device, *keywords])  # type: ignore[attr-defined]
