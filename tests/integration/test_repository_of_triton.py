@@ -128,6 +128,73 @@ SAY_PY = """
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 
+CHAIN = """
+    backend: "python"
+    max_batch_size: 4
+    input { name: "WORD" data_type: TYPE_STRING dims: [ 1 ] }
+    output { name: "SUM" data_type: TYPE_FP32 dims: [ 2 ] }
+    output { name: "SAID" data_type: TYPE_STRING dims: [ 1 ] }
+    instance_group { kind: KIND_CPU }
+"""
+
+CHAIN_PY = """
+    import asyncio
+    import numpy as np
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        async def execute(self, requests):
+            return await asyncio.gather(*map(self.response, requests))
+
+        async def response(self, request):
+            word = pb_utils.get_input_tensor_by_name(request, "WORD").as_numpy()
+            size = len(word[0, 0])
+            rows = [pb_utils.Tensor(name, np.full((2, size), size, np.float32)) for name in ("a", "b")]
+            add = pb_utils.InferenceRequest(model_name="add", requested_output_names=["y"], inputs=rows)
+            text = pb_utils.Tensor("text_input", word[0])
+            say = pb_utils.InferenceRequest(
+                model_name=b"say", requested_output_names=["text_output"], inputs=[text]
+            )
+            added, said = await asyncio.gather(add.async_exec(), say.async_exec())
+            if added.has_error():
+                code, message = added.error().code(), added.error().message()
+                return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+            sums = pb_utils.get_output_tensor_by_name(added, "y").as_numpy()
+            assert sums.shape == (2, 2)
+            said = pb_utils.get_output_tensor_by_name(said, "text_output").as_numpy()
+            said = pb_utils.Tensor("SAID", said.reshape(1, 1))
+            return pb_utils.InferenceResponse([pb_utils.Tensor("SUM", sums[1:]), said])
+"""
+
+CALL_PY = """
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [self.response(request) for request in requests]
+
+        def response(self, request):
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            call = pb_utils.InferenceRequest(
+                model_name="add",
+                requested_output_names=["y"],
+                inputs=[pb_utils.Tensor("a", x), pb_utils.Tensor("b", x)],
+                timeout=30_000_000,
+            )
+            response = call.exec()
+            if response.has_error():
+                raise pb_utils.TritonModelException(response.error().message())
+            return pb_utils.InferenceResponse(response.output_tensors())
+"""
+
+CALL = """
+    backend: "python"
+    max_batch_size: 8
+    input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+    output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+    instance_group { kind: KIND_CPU }
+"""
+
 REPEAT_PY = """
     import threading
     import numpy as np
@@ -210,6 +277,8 @@ def write_repository(folder: Path) -> None:
         ("repeat", REPEAT, "model.py", REPEAT_PY),
         ("count", COUNT, "model.py", COUNT_PY),
         ("say", SAY, "model.py", SAY_PY),
+        ("chain", CHAIN, "model.py", CHAIN_PY),
+        ("call", CALL, "model.py", CALL_PY),
     ]
     for name, config, file, content in models:
         write(folder / name / "config.pbtxt", config)
@@ -230,7 +299,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     write_repository(folder)
     with Stack(tmp_path_factory.mktemp("stack")) as stack:
         stack.batcher()
-        names = ["add", "total", "scale", "repeat", "count", "say"]
+        names = ["add", "total", "scale", "repeat", "count", "say", "chain", "call"]
         for name in names:
             options = ["--param", "factor=3"] if name == "scale" else []
             stack.worker(f"repository:{folder}/{name}", *options)
@@ -314,6 +383,20 @@ def test_texts_of_a_decoupled_model_are_responses_over_http(stack: Stack, client
     answer = call(stack.gateway().url, "POST", path, body)
     events = [json.loads(line[6:]) for line in answer.body.decode().splitlines() if line]
     assert "".join(event["text_output"] for event in events) == "onceuponatime"
+
+
+def test_a_model_calls_others(client: Client) -> None:
+    result = client.infer("chain", ["ab"])
+    assert (result["SUM"].tolist(), result["SAID"]) == ([4, 4], [b"ab"])
+    with pytest.raises(InvalidArgumentError, match=r"chain -> add: body\.a\.shape: \[3\]"):
+        client.infer("chain", ["abc"])
+
+
+def test_a_call_that_fails_concerns_its_request_alone(client: Client) -> None:
+    bodies = [np.ones(size, np.float32) for size in (2, 3, 2)]
+    one, wrong, three = client.infer_many("call", bodies, return_exceptions=True)
+    assert one.tolist() == three.tolist() == [2, 2]
+    assert isinstance(wrong, InternalError) and "call -> add: body.a.shape: [3]" in wrong.detail
 
 
 async def test_many_streams_at_a_time(stack: Stack) -> None:

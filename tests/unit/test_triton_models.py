@@ -220,9 +220,8 @@ def test_tensors_are_exchanged_with_other_frameworks(load: Load) -> None:
             "triton_python_backend_utils.anything has no counterpart: docs/repository.md lists what there is",
         ),
         (
-            "pb_utils.InferenceRequest(model_name='other', inputs=[])",
-            "triton_python_backend_utils.InferenceRequest(...) calls a model, which has no counterpart: "
-            "write the calls as docs/composition.md says, in a model with `clients`",
+            "pb_utils.InferenceRequest(model_name='o', inputs=[], requested_output_names=[], flags=1)",
+            "InferenceRequest: flags has no counterpart in a call of another model; leave it out",
         ),
         (
             "requests[0].set_release_flags(1)",
@@ -242,6 +241,14 @@ def test_the_module_is_known_only_where_such_a_model_is(load: Load) -> None:
     assert "triton_python_backend_utils" not in sys.modules
     load(PYTHON, returning("[y(r) for r in requests]"))
     assert sys.modules["triton_python_backend_utils"] is backend_utils
+
+
+def test_calls_are_made_within_execute_and_have_one_response() -> None:
+    request = backend_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[])
+    with pytest.raises(AttributeError, match="exec has no counterpart here: it is called in `execute`"):
+        request.exec()
+    with pytest.raises(AttributeError, match="without it, all responses come as one"):
+        request.exec(decoupled=True)
 
 
 # --- loading ------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from collections.abc import Awaitable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -52,7 +53,14 @@ _DTYPES: Final[dict[str, Any]] = {
     "TYPE_STRING": np.object_,
 }
 _CPU: Final = (1, 0)  # DLPack's device
-_COMPOSE: Final = "write the calls as docs/composition.md says, in a model with `clients`"
+# What else a request may have that calls a model, with the values that change nothing.
+_IN_CALLS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "correlation_id": (0, ""),
+    "model_version": (-1,),
+    "flags": (0,),
+    "preferred_memory": (None,),
+    "trace": (None,),
+}
 _METRICS: Final = "use `from carpool import metrics`, as docs/models.md says"
 _ABSENT: Final = {
     "MetricFamily": _METRICS,
@@ -243,16 +251,77 @@ class InferenceResponseSender:
         return bool(self._responses) or self.is_final
 
 
+class Caller(Protocol):
+    """What calls other models, for a request that is executed."""
+
+    def call(self, request: InferenceRequest) -> InferenceResponse:
+        """Send it, and wait for the response."""
+
+    async def call_async(self, request: InferenceRequest) -> InferenceResponse:
+        """The same without occupying the thread."""
+
+
+CALLER: Final[ContextVar[Caller]] = ContextVar("caller")  # while `execute` is called with one request
+
+
 class InferenceRequest:
-    """A request as a model gets it. A model makes none itself: that would be a call of another model."""
+    """A request as a model gets it; and one that it makes, to call another model."""
 
     _given: Given
-    sender: InferenceResponseSender | None
+    sender: InferenceResponseSender | None = None
 
-    def __init__(self, *_given: object, **_named: object) -> None:
-        raise AttributeError(
-            f"{_MODULE}.InferenceRequest(...) calls a model, which has no counterpart: {_COMPOSE}"
+    def __init__(
+        self,
+        *,
+        model_name: str | bytes,
+        inputs: Sequence[Tensor],
+        requested_output_names: Sequence[str],
+        request_id: str = "",
+        timeout: int = 0,
+        parameters: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        for name, value in others.items():
+            if name not in _IN_CALLS or value not in _IN_CALLS[name]:
+                raise AttributeError(
+                    f"InferenceRequest: {name} has no counterpart in a call of another model; leave it out"
+                )
+        self._model = model_name.decode() if isinstance(model_name, bytes) else model_name
+        self._given = Given(
+            request_id,
+            0,
+            list(inputs),
+            list(requested_output_names),
+            0,
+            timeout,
+            dict(parameters or {}),
+            threading.Condition(),
         )
+
+    def exec(self, *, decoupled: bool = False) -> InferenceResponse:
+        """Call the model, and wait. Its failure is a response with an error."""
+        return self._caller(decoupled=decoupled).call(self)
+
+    def async_exec(self, *, decoupled: bool = False) -> Awaitable[InferenceResponse]:
+        """The same, to be awaited in an async `execute`."""
+        return self._caller(decoupled=decoupled).call_async(self)
+
+    def _caller(self, *, decoupled: bool) -> Caller:
+        if decoupled:
+            raise AttributeError(
+                "InferenceRequest.exec: decoupled has no counterpart: without it, all responses come as one"
+            )
+        try:
+            return CALLER.get()
+        except LookupError:
+            raise AttributeError(
+                "InferenceRequest.exec has no counterpart here: it is called in `execute`, in its own "
+                "thread, by model.py itself, of a model that is not decoupled and has no sequences"
+            ) from None
+
+    def model_name(self) -> str:
+        """The model that it calls."""
+        return self._model
 
     def inputs(self) -> list[Tensor]:
         """All of them; an optional one that was not sent is not there."""
@@ -282,6 +351,11 @@ class InferenceRequest:
         """JSON: the fields of the request that are not Carpool's, as texts."""
         return json.dumps(self._given.parameters)
 
+    @property
+    def given_parameters(self) -> Mapping[str, Any]:
+        """The same, as they are."""
+        return self._given.parameters
+
     def is_cancelled(self) -> bool:
         """Whether nobody waits for its response any more."""
         return self.sender is not None and self.sender.is_cancelled()
@@ -308,7 +382,7 @@ class Given(NamedTuple):
     requested_output_names: list[str]
     flags: int
     timeout_us: int
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, Any]
     changed: threading.Condition
 
 
@@ -317,7 +391,6 @@ class ReceivedRequest(InferenceRequest):
 
     def __init__(self, given: Given) -> None:
         self._given = given
-        self.sender = None
 
 
 class Logger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import Any, Final
 
 from carpool.model_settings import ModelKind
 from carpool.plugins import UnusableError, find_object
+from carpool.text_files import read_text
 from carpool_worker.models.triton import backend_utils
 from carpool_worker.models.triton.decoupled import DecoupledModel
 from carpool_worker.models.triton.onnx_model import TritonOnnxModel
-from carpool_worker.models.triton.python_model import BoundModel, Described, PlainModel
+from carpool_worker.models.triton.python_model import BoundModel, CallingModel, Described, PlainModel
 from carpool_worker.triton.translation import Backend, ConfigError, translate
 
 _MODULE: Final = "triton_python_backend_utils"
 _CLASS: Final = "TritonPythonModel"
+_CALLS: Final = ("exec", "async_exec")
 _COMPLETE: Final = "auto_complete_config"
 
 
@@ -45,7 +48,17 @@ def find(file: str, declared: Mapping[str, Any], settings: Mapping[str, Any] | N
             )
     if translated.kind is ModelKind.STEPPING:
         return DecoupledModel(described)
-    return BoundModel(described) if translated.kind is ModelKind.BOUND else PlainModel(described)
+    if translated.kind is ModelKind.BOUND:
+        return BoundModel(described)
+    return CallingModel(described) if _calls_others(Path(file)) else PlainModel(described)
+
+
+def _calls_others(file: Path) -> bool:
+    """Whether the code of a file has a call such as `request.exec()`."""
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CALLS
+        for node in ast.walk(ast.parse(read_text(file)))
+    )
 
 
 def _completed(python_class: Any, config: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import keyword
@@ -10,8 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from carpool.errors import Unhealthy
+from carpool.plugins import UnusableError
 from carpool.text_files import read_text
 from carpool_worker.model_process.loaded import BoundSequence, RequestInfo
+from carpool_worker.models.triton.backend_utils import CALLER, InferenceRequest
+from carpool_worker.models.triton.calls import CalledModels, Caller
 from carpool_worker.models.triton.requests import Exchange, Result, id_value, together
 from carpool_worker.models.triton.warmup import warm_up
 from carpool_worker.triton.config import Config
@@ -90,6 +95,52 @@ class PlainModel(PythonModel):
     async def _predict_async(self, batch: Any, requests: Sequence[RequestInfo]) -> Any:
         given = self._exchange.requests(batch, requests, self._changed)
         return together(self._exchange.results(given, await self._model.execute(given), self._changed))
+
+
+class CallingModel(PythonModel):
+    """One that calls other models: `execute` gets one request at a time, on whose behalf it calls. An async
+    one gets all of a batch side by side."""
+
+    def __init__(self, described: Described) -> None:
+        super().__init__(described)
+        is_async = inspect.iscoroutinefunction(getattr(described.python_class, "execute", None))
+        self._called = CalledModels(described.entry.parent)
+        self.predict: Callable[..., Any] = self._predict_async if is_async else self._predict
+
+    def _load(self, device: str, parameters: Mapping[str, str]) -> None:
+        if self._described.config["model_warmup"]:
+            raise UnusableError("model_warmup: has no counterpart in a model that calls others; remove it")
+        super()._load(device, parameters)
+
+    def _predict(self, batch: Any, requests: Sequence[RequestInfo], clients: Sequence[Any]) -> Sequence[Any]:
+        given = self._exchange.requests(batch, requests, self._changed)
+        results: list[Any] = []
+        for request, client in zip(given, clients, strict=True):
+            token = CALLER.set(Caller(client, self._called))
+            try:
+                results += self._exchange.results([request], self._model.execute([request]), self._changed)
+            except Unhealthy:
+                raise
+            except Exception as error:  # it is its own: the others are not called again
+                results.append(error)
+            finally:
+                CALLER.reset(token)
+        return results
+
+    async def _predict_async(
+        self, batch: Any, requests: Sequence[RequestInfo], clients: Sequence[Any]
+    ) -> Sequence[Any]:
+        given = self._exchange.requests(batch, requests, self._changed)
+        found = await asyncio.gather(*map(self._execute_one, given, clients), return_exceptions=True)
+        for one in found:
+            if isinstance(one, Unhealthy):
+                raise one
+        return found
+
+    async def _execute_one(self, request: InferenceRequest, client: Any) -> Result:
+        CALLER.set(Caller(client, self._called))  # of this task alone
+        (result,) = self._exchange.results([request], await self._model.execute([request]), self._changed)
+        return result
 
 
 class BoundModel(PythonModel):
