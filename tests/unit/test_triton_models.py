@@ -46,7 +46,12 @@ def modules() -> Iterator[None]:
 def load(tmp_path: Path) -> Load:
     """Writes an entry, and loads it as a model process does."""
 
-    def load(config: str, content: str | bytes, files: Mapping[str, bytes] | None = None) -> Any:
+    def load(
+        config: str,
+        content: str | bytes,
+        files: Mapping[str, bytes] | None = None,
+        parameters: Mapping[str, str] | None = None,
+    ) -> Any:
         folder = tmp_path / "m"
         (folder / "1").mkdir(parents=True)
         (folder / "config.pbtxt").write_text(config)
@@ -57,7 +62,7 @@ def load(tmp_path: Path) -> Load:
         for name, data in (files or {}).items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
-        served = Repository(tmp_path).served_model("m", None, {})
+        served = Repository(tmp_path).served_model("m", None, parameters or {})
         return load_configured(served.location, "cpu", served.configuration)
 
     return load
@@ -237,6 +242,26 @@ def test_what_is_not_there_says_what_to_do(load: Load, use: str, sentence: str) 
     assert str(caught.value) == sentence
 
 
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            "",
+            "b cannot be given: m takes those of its config.pbtxt, which has none; add them there with their "
+            'defaults, as in parameters { key: "a" value { string_value: "b" } }',
+        ),
+        (
+            'parameters { key: "a" value { string_value: "1" } }',
+            "there is no parameter 'b' (--param). m takes a: str = '1'",
+        ),
+    ],
+)
+def test_parameters_are_those_of_the_configuration(load: Load, config: str, sentence: str) -> None:
+    with pytest.raises(UnusableError) as caught:
+        load(PYTHON + config, returning("[]"), parameters={"b": "2"})
+    assert str(caught.value) == sentence
+
+
 def test_the_module_is_known_only_where_such_a_model_is(load: Load) -> None:
     assert "triton_python_backend_utils" not in sys.modules
     load(PYTHON, returning("[y(r) for r in requests]"))
@@ -349,6 +374,27 @@ def test_a_graph_without_batches_has_a_batch_of_one(load: Load) -> None:
     model = load(config, identity([1, 2]))
     assert (model.inputs[0].shape, model.settings.max_batch_size) == ((2,), 1)
     np.testing.assert_array_equal(run(model, X[:1]), X[:1])
+
+
+def test_a_graph_with_states_is_reshaped_too(load: Load) -> None:
+    graph = tiny_onnx.model(
+        [Value("x", ["n", 2]), Value("s", ["n", 2])],
+        [Value("y", ["n", 2]), Value("t", ["n", 2])],
+        [Node("Add", ["x", "s"], ["y"]), Node("Identity", ["y"], ["t"])],
+    )
+    config = """
+        backend: "onnxruntime" max_batch_size: 4
+        input { name: "x" data_type: TYPE_FP32 dims: [ 1, 2 ] reshape { shape: [ 2 ] } }
+        output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+        sequence_batching {
+          state { input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ 2 ] }
+        }
+    """
+    model = load(config, graph)
+    assert (model.inputs[0].shape, model.states[0].shape) == ((1, 2), (-1, 2))
+    outputs, states = model.run(X[:, np.newaxis], [], {"s": np.ones((2, 2), np.float32)})
+    np.testing.assert_array_equal(outputs, X + 1)
+    np.testing.assert_array_equal(states["s"], X + 1)
 
 
 def test_a_configuration_without_tensors_is_that_of_the_graph(load: Load) -> None:

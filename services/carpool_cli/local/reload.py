@@ -17,7 +17,8 @@ from typing import Final
 from carpool.keys import MODEL_NAME
 from carpool_cli.local.supervisor import Supervisor, WorkerService
 from carpool_worker.model_file import SUFFIX, read_model_file
-from carpool_worker.model_process.loader import TRITON, format_of
+from carpool_worker.model_process.configuration import TRITON
+from carpool_worker.model_process.loader import format_of
 from carpool_worker.served_models import ServedModel
 
 LOOK_INTERVAL_S: Final = 0.3

@@ -17,6 +17,8 @@ from carpool.parts import Buffer
 HIDDEN: Final = "***"
 SECRET_CHARS_MIN: Final = 4  # of a text that is hidden within others: shorter ones are in many words
 CONFIGURATION: Final = "configuration"  # the header of the message
+# What the location of a file begins with that is nothing without what its repository declares.
+TRITON: Final = "triton:"
 
 
 class Parameter(NamedTuple):

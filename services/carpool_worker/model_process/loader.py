@@ -17,11 +17,11 @@ from typing import Any, Final
 from carpool.keys import MODEL_NAME
 from carpool.plugins import UnusableError, find_object, hide_arguments
 from carpool.text_files import read_text
+from carpool_worker.model_process.configuration import TRITON
 
 MODELS_GROUP: Final = "carpool.models"
 _ONNX, _LANGUAGE, _SENTENCES = "onnx:", "hf:", "st:"
 _FORMATS: Final = (_ONNX, _LANGUAGE, _SENTENCES)
-TRITON: Final = "triton:"  # only of an entry of a repository: the file is nothing without its declaration
 _OBJECTS_SHOWN: Final = 8
 
 

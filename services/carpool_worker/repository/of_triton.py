@@ -8,7 +8,8 @@ from pathlib import Path
 from carpool.text_files import read_text
 from carpool_worker.devices import devices
 from carpool_worker.model_file import DEFAULT_FILE, PARAMETER_BYTES_MAX, DeclaredModel
-from carpool_worker.model_process.loader import TRITON, objects_of
+from carpool_worker.model_process.configuration import TRITON
+from carpool_worker.model_process.loader import objects_of
 from carpool_worker.repository.layout import CONFIG_FILE, TRITON_CLASS, check_inside
 from carpool_worker.triton.config import Config, empty_config, read_config
 from carpool_worker.triton.instances import chosen_versions, devices_of
@@ -57,17 +58,12 @@ def declared_by_config(entry: Path, version: Path) -> DeclaredModel:
     candidates = [config["default_model_filename"], *FILES.values()]
     backend = backend_of(config, [file for file in candidates if (version / file).is_file()], problems)
     processes = devices_of(config, lambda: devices("auto", "auto"), problems)
-    chosen_versions(config, [version.name], [])
     if backend is None:
-        problems += refused(config)
-    else:
-        problems += _problems_of(config, backend)
-        problems += _missing_files(
-            config, entry, version / (config["default_model_filename"] or FILES[backend])
-        )
-    if problems or backend is None:
-        raise _error(entry, problems)
+        raise _error(entry, [*problems, *refused(config)])
     file = version / (config["default_model_filename"] or FILES[backend])
+    problems += [*_problems_of(config, backend), *_missing_files(config, entry, file)]
+    if problems:
+        raise _error(entry, problems)
     completed = {**config, "name": entry.name, "backend": backend.value}
     return DeclaredModel(
         f"{TRITON}{file}",

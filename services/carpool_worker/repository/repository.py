@@ -121,8 +121,8 @@ class Repository:
         return sentences
 
     def _entry(self, name: str) -> Path:
-        entry = self.folder / name
-        if not MODEL_NAME.fullmatch(name) or entry not in folders(self.folder) or not is_entry(entry):
+        entry = next((path for path in folders(self.folder) if path.name == name), None)
+        if entry is None or not MODEL_NAME.fullmatch(name) or not is_entry(entry):
             raise ValueError(
                 f"there is no model {name!r:.140} in {self.folder}; there are {_list(self.names())}"
             )

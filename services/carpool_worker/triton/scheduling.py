@@ -48,13 +48,11 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """How a model has sequences. `slots`: how many a process has, if it keeps them inside. `together`:
-    requests that are executed at a time."""
+    """How a model has sequences. `slots`: how many a process has, if it keeps them inside."""
 
     controls: tuple[Control, ...]
     states: tuple[State, ...]
     slots: int
-    together: int
 
 
 def milliseconds(microseconds: int) -> float:
@@ -168,9 +166,7 @@ def sequences_of(config: Config, rows: int, *, has_lead: bool, problems: list[st
     kinds = [control.kind for control in controls]
     for kind in sorted({kind for kind in kinds if kinds.count(kind) > 1}):
         problems.append(f"sequence_batching.control_input: {_CONTROL}{kind} is there twice; remove one")
-    return Sequences(
-        controls=tuple(controls), states=tuple(states), slots=max(candidates, rows), together=rows
-    )
+    return Sequences(controls=tuple(controls), states=tuple(states), slots=max(candidates, rows))
 
 
 def _controls(given: Mapping[str, Any]) -> list[Control]:

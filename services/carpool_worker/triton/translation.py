@@ -143,7 +143,7 @@ def _without_batches(batching: Mapping[str, Any], settings: dict[str, Any]) -> I
             del settings[setting]
             yield (
                 f"dynamic_batching.{name}: has no counterpart in a decoupled model, whose requests begin as "
-                f"they come; remove it"
+                "they come; remove it"
             )
 
 

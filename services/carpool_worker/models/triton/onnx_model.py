@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ class TritonOnnxModel(OnnxModel):
         self._tensors = translated.tensors
         self._entry = entry
         self._completes = not translated.tensors.inputs and "max_batch_size" not in declared
-        self._execute_graph = self.predict
 
     def load(self, device: str) -> None:
         """As OnnxModel does; then compare the graph with the configuration. Raises what it does, and
@@ -52,22 +52,26 @@ class TritonOnnxModel(OnnxModel):
             self.outputs = tuple(self._labelled(spec, outputs[spec.name]) for spec in specs)
         changed = [one for one in (*inputs.values(), *outputs.values()) if one.shape != one.model_shape]
         if changed:
-            self._execute_graph, self.predict = self.predict, self._predict_reshaped
+            self.predict = self._reshaping(self.predict)
 
     def _labelled(self, spec: TensorSpec, tensor: Tensor) -> TensorSpec:
         if not tensor.label_file:
             return spec
         return replace(spec, labels=tuple(read_text(self._entry / tensor.label_file).splitlines()))
 
-    def _predict_reshaped(self, batch: Array | dict[str, Array], *rest: Any) -> Any:
-        """`predict`, between the shapes of clients and those of the graph."""
-        inputs, outputs = self._tensors.inputs, self._tensors.outputs
-        given = _each(batch, inputs, Tensor.to_model)
-        returned = self._execute_graph(given, *rest)
-        if self.states:
+    def _reshaping(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        """`predict`, between the shapes of clients and those of the graph. Its other arguments are those of
+        `execute`."""
+
+        @functools.wraps(execute)
+        def predict(batch: Array | dict[str, Array], **others: Any) -> Any:
+            returned = execute(_each(batch, self._tensors.inputs, Tensor.to_model), **others)
+            if not self.states:
+                return _each(returned, self._tensors.outputs, Tensor.from_model)
             results, states = returned
-            return _each(results, outputs, Tensor.from_model), states
-        return _each(returned, outputs, Tensor.from_model)
+            return _each(results, self._tensors.outputs, Tensor.from_model), states
+
+        return predict
 
 
 def _each(arrays: Array | dict[str, Array], tensors: Sequence[Tensor], change: Any) -> Any:

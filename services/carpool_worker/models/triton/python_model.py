@@ -41,6 +41,7 @@ class PythonModel:
     """
 
     def __init__(self, described: Described) -> None:
+        self.__name__ = described.name  # for errors
         self._described = described
         self._model: Any = None
         self._changed = threading.Condition()  # is told of responses that are sent
