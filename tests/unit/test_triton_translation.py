@@ -283,6 +283,11 @@ def test_what_has_no_counterpart_is_refused_by_name(backend: Backend, text: str,
     assert refused(text, backend) == [sentence]
 
 
+def test_a_minimal_configuration_is_refused_by_name_too() -> None:
+    with pytest.raises(ConfigError, match="only a Python model is"):
+        translated("model_transaction_policy { decoupled: true }", Backend.ONNX)
+
+
 def test_the_document_lists_all_that_is_refused() -> None:
     document = (Path(__file__).parents[2] / "docs" / "repository.md").read_text()
     assert [path for path in REFUSED if f"`{path}`" not in document] == []

@@ -109,7 +109,7 @@ def translate(config: Config, backend: Backend) -> Translated:
         if kind is ModelKind.STEPPING:
             problems += _without_batches(config["dynamic_batching"], settings)
     if kind is ModelKind.STEPPING and rows == 1:
-        del settings["max_batch_size"]  # requests that wait for others do not hold a process up
+        settings.pop("max_batch_size", None)  # requests that wait for others do not hold a process up
     problems += _OF_BACKEND[backend](config, tensors, kind)
     problems += _of_settings(settings, kind)
     if problems:
