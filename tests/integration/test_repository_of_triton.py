@@ -302,7 +302,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         names = ["add", "total", "scale", "repeat", "count", "say", "chain", "call"]
         for name in names:
             options = ["--param", "factor=3"] if name == "scale" else []
-            stack.worker(f"repository:{folder}/{name}", *options)
+            stack.worker(f"repository:{folder}/{name}", *options, ready=False)
         for name in names:
             stack.wait_for_model(name)
         yield stack

@@ -26,6 +26,7 @@ _PYTHON_FILE: Final = "model.py"
 def declared_by_toml(entry: Path, version: Path) -> DeclaredModel:
     """A version of an entry with or without carpool.toml. Raises ValueError."""
     file = entry / DEFAULT_FILE
+    check_inside(file, entry, f"{file}")
     table = read_toml(file) if file.is_file() else {}
     if "models" in table:
         raise ValueError(
