@@ -137,7 +137,7 @@ def test_links_that_lead_out_are_refused(
     assert " leads out of REPO/dots: " in refused(repository, "dots")
     assert repository.served_model("within", "1", {}).name == "within"
     (folder / "echo" / "carpool.toml").symlink_to(write(outside / "carpool.toml", "replicas = 2"))
-    assert refused(repository, "echo").startswith("REPO/echo/carpool.toml leads out of REPO/echo: ")
+    assert refused(repository, "echo", "2").startswith("REPO/echo/carpool.toml leads out of REPO/echo: ")
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,9 @@ def test_shapes_are_those_of_one_row(
         ("instance_group { kind: KIND_CPU count: 2 }", ["cpu", "cpu"]),
         ("instance_group { kind: KIND_MODEL }", ["cpu"]),
         ("instance_group { kind: KIND_GPU }", ["cuda:0", "cuda:1"]),
-        ("instance_group { count: 2 gpus: [ 3 ] }", ["cuda:3", "cuda:3"]),
+        ("instance_group { count: 2 gpus: [ 1 ] }", ["cuda:1", "cuda:1"]),
+        ("instance_group { gpus: [ 1, 3 ] }", ["cpu"]),
+        ("instance_group { kind: KIND_GPU gpus: [ 3 ] }", ["cuda:3"]),
         ("instance_group [ { kind: KIND_CPU }, { kind: KIND_GPU gpus: 1 } ]", ["cpu", "cuda:1"]),
     ],
 )
@@ -168,6 +170,11 @@ def test_instance_groups_become_devices(groups: str, expected: list[str] | None)
     problems: list[str] = []
     assert devices_of(read_config(groups, "f"), lambda: ["cuda:0", "cuda:1"], problems) == expected
     assert problems == []
+
+
+def test_a_group_for_gpus_does_not_move_to_the_cpu() -> None:
+    config = read_config("instance_group { kind: KIND_GPU }", "f")
+    assert devices_of(config, lambda: ["cpu"], []) == ["cuda:0"]
 
 
 @pytest.mark.parametrize(

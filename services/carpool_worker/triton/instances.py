@@ -8,6 +8,8 @@ from typing import Any, Final
 from carpool_worker.triton.config import Config
 
 PROCESSES_MAX: Final = 1024
+_CPU: Final = "cpu"
+_FIRST_GPU: Final = "cuda:0"
 
 
 def devices_of(
@@ -36,9 +38,13 @@ def _devices(group: Mapping[str, Any], all_devices: Callable[[], Sequence[str]])
     if kind in ("KIND_CPU", "KIND_MODEL"):
         if gpus:
             raise ValueError(f"gpus: {kind} has none; remove them, or write KIND_GPU")
-        return ["cpu"] * count
-    of_each = [f"cuda:{gpu}" for gpu in gpus] or list(all_devices())
-    return of_each * count
+        return [_CPU] * count
+    listed, available = [f"cuda:{gpu}" for gpu in gpus], list(all_devices())
+    if kind == "KIND_AUTO" and not set(listed) <= set(available):
+        return [_CPU] * count
+    if kind == "KIND_GPU" and available == [_CPU]:
+        available = [_FIRST_GPU]  # that it is missing is told when the model is loaded
+    return (listed or available) * count
 
 
 def chosen_versions(config: Config, versions: Sequence[str], problems: list[str]) -> list[str]:
