@@ -35,7 +35,7 @@ TOTAL = """
     input { name: "x" data_type: TYPE_FP32 dims: 1 }
     output { name: "y" data_type: TYPE_FP32 dims: 1 }
     sequence_batching {
-      max_sequence_idle_microseconds: 5000000
+      max_sequence_idle_microseconds: 60000000
       oldest { max_candidate_sequences: 4 }
       state {
         input_name: "total" output_name: "new_total" data_type: TYPE_FP32 dims: [ 1 ]
@@ -225,6 +225,7 @@ COUNT = """
     input { name: "X" data_type: TYPE_INT32 dims: [ 1 ] reshape { shape: [ ] } }
     output { name: "N" data_type: TYPE_INT64 dims: [ 2 ] }
     sequence_batching {
+      max_sequence_idle_microseconds: 60000000
       direct { }
       control_input [
         { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } },
