@@ -51,6 +51,8 @@ class DeclaredModel(NamedTuple):
     replicas: int | Literal["auto"] | None = None
     device: str | None = None
     parameters_in: str = ""  # the file and the table that they are in, for errors; empty without a file
+    version: str = ""  # in place of what the model declares
+    declared: Mapping[str, Any] = {}  # what a repository says of a file that is nothing without it
 
 
 def read_model_file(path: Path) -> dict[str, DeclaredModel]:

@@ -8,44 +8,20 @@ Why: docs/decisions/0095.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from carpool.keys import MODEL_NAME
 from carpool.settings import NO_OPTIONS, ModelOptions
-from carpool_worker.devices import devices
-from carpool_worker.model_file import (
-    SUFFIX,
-    DeclaredModel,
-    read_model_file,
-    read_parameter,
-    read_settings_of,
-    read_toml,
-)
-from carpool_worker.model_process.configuration import Configuration, Parameter
+from carpool_worker.model_file import SUFFIX, DeclaredModel, read_model_file
 from carpool_worker.model_process.loader import model_name
+from carpool_worker.repository.layout import PREFIX
+from carpool_worker.served_model import NAMED_FILE, ServedModel, served_model
 
-_NAMED_FILE: Final = re.compile(r"([\w.-]+)=(.*)", re.DOTALL)
+__all__ = ["ServedModel", "served_model", "served_models"]
+
 _OPTION_OF: Final[Mapping[str, str]] = {name: f"--{name.replace('_', '-')}" for name in ModelOptions._fields}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """What a worker serves.
-
-    `devices`: of each of its model processes. `spec` and `options` are for another command: as MODEL and the
-    flags for it, they name this model alone.
-    """
-
-    name: str
-    location: str
-    configuration: Configuration
-    devices: Sequence[str]
-    spec: str
-    options: ModelOptions
 
 
 class _Named(NamedTuple):
@@ -81,42 +57,21 @@ def served_models(
     ]
 
 
-def served_model(
-    name: str,
-    entry: DeclaredModel,
-    options: ModelOptions,
-    *,
-    spec: str = "",
-    replicas: int | Literal["auto"] | None = None,
-    device: str | None = None,
-) -> ServedModel:
-    """A model that is declared, with what the options of this model alone say of it. Raises ValueError."""
-    of_flags = _settings(options)
-    configuration = Configuration(
-        parameters={**entry.parameters, **_parameters(options)},
-        settings={**entry.settings, **of_flags},
-        folder=entry.folder,
-        parameters_in=entry.parameters_in,
-        settings_from={**dict.fromkeys(entry.settings, "file"), **dict.fromkeys(of_flags, "--set")},
-    )
-    return ServedModel(
-        name=name,
-        location=entry.location,
-        configuration=configuration,
-        devices=devices(device or entry.device or "auto", replicas or entry.replicas or 1),
-        spec=spec,
-        options=options,
-    )
-
-
 # --- names -------------------------------------------------------------------------------------------------
 
 
 def _named(spec: str) -> Iterator[_Named]:
-    """The models that one word names: FILE.toml has several, FILE.toml:NAME is one."""
+    """The models that one word names: FILE.toml has several, FILE.toml:NAME is one, and so is
+    repository:DIR/NAME, or a version of it."""
     name, equals, location = spec.partition("=")
     if not (equals and MODEL_NAME.fullmatch(name)):
         name, location = "", spec
+    if location.startswith(PREFIX):
+        from carpool_worker.repository.repository import addressed  # noqa: PLC0415 (others need none of it)
+
+        of_entry, declared = addressed(location)
+        yield _Named(name or of_entry, f"{name or of_entry}={location}", declared)
+        return
     file, colon, key = location.rpartition(":")
     if location.endswith(SUFFIX):
         file, key = location, ""
@@ -164,7 +119,7 @@ def _named_value(word: str, names: Sequence[str], flag: str) -> tuple[str, str]:
 
 def _whole_or_named_file(word: str, names: Sequence[str], flag: str) -> tuple[str, str]:
     """The model that a file is for, and [NAME=]FILE. Of several models MODEL=FILE is for all of one."""
-    match = _NAMED_FILE.fullmatch(word)
+    match = NAMED_FILE.fullmatch(word)
     if match is None:
         return _model_of("", names, f"{flag} {word:.60}", ""), word
     key, file = match.groups()
@@ -183,38 +138,3 @@ def _model_of(model: str, names: Sequence[str], where: str, name: str) -> str:
         examples = " or ".join(f"{one}{dot}" for one in names[:2])
         raise ValueError(f"{where}: there are several models; say which one: {examples}")
     return names[0]
-
-
-def _parameters(options: ModelOptions) -> dict[str, Parameter]:
-    """What one model is given. Raises ValueError."""
-    folder, found = str(Path.cwd()), dict[str, Parameter]()
-    given = [_pair(word, lambda text: Parameter(text, "--param", folder)) for word in options.param]
-    for word in options.param_file:
-        given += _of_file(word, folder)
-    for name, parameter in given:
-        if name in found:
-            raise ValueError(
-                f"the parameter {name} is given twice, by {found[name].source} and {parameter.source}"
-            )
-        found[name] = parameter
-    return found
-
-
-def _pair(word: str, make: Callable[[str], Parameter]) -> tuple[str, Parameter]:
-    name, _, value = word.partition("=")
-    return name, make(value)
-
-
-def _of_file(word: str, folder: str) -> Iterable[tuple[str, Parameter]]:
-    """The parameters of [NAME=]FILE."""
-    source = f"--param-file {word}"
-    if _NAMED_FILE.fullmatch(word):
-        return [_pair(word, lambda file: read_parameter(Path(file), source))]
-    path = Path(word)
-    own = str(path.resolve().parent)
-    return [(name, Parameter(value, source, own, is_secret=True)) for name, value in read_toml(path).items()]
-
-
-def _settings(options: ModelOptions) -> dict[str, str]:
-    pairs = [word.partition("=")[::2] for word in options.set]
-    return read_settings_of(dict(pairs), "--set ")

@@ -144,8 +144,8 @@ OF_COMMANDS: Final = frozenset(
         "content_type", "correlation_id", "cost", "data_dir", "enqueue", "expiration_ms", "field", "force",
         "gateway", "gateway_port", "id", "ids", "in_flight", "intercept_ms", "keep", "lane", "latency_ms",
         "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority", "queries", "rate",
-        "raw", "reason", "record", "redis", "redis_port", "reload", "requests", "result_ttl", "rotate",
-        "rounds", "seconds", "secrets", "seed", "sequence_end", "sequence_id", "sequence_index",
+        "raw", "reason", "record", "redis", "redis_port", "reload", "repository", "requests", "result_ttl",
+        "rotate", "rounds", "seconds", "secrets", "seed", "sequence_end", "sequence_id", "sequence_index",
         "sequence_start", "slope_ms", "status", "stream", "tenant", "timeout", "timeout_s", "trip_ms",
         "trip_noise", "trip_slope_ms", "workers",
     )
@@ -409,7 +409,7 @@ class WorkerSettings(ModelSource, CommonSettings):
     model: CliPositionalArg[str] = Field(
         description="module:Name, path/file.py:Name, hf:FOLDER, st:FOLDER, onnx:FILE, square, docsearch, "
         "writer or voice-activity; NAME=MODEL serves it under another name; FILE.toml has models, with "
-        "parameters and settings, and FILE.toml:NAME is one of them"
+        "parameters and settings, and FILE.toml:NAME is one of them; repository:DIR/NAME is one of a folder"
     )
     replicas: Replicas = Field(1, description="number of model processes; auto: one per device")
     device: Devices = "auto"

@@ -1,4 +1,4 @@
-"""`carpool check MODEL BODY...`: try a model out in this process.
+"""`carpool check MODEL BODY...`: try a model out in this process. With `--repository`: see `repository`.
 
 The model is loaded, and executes each body alone and all of them in batches, as a worker would have it do.
 Results that depend on the batch are the commonest mistake in a model, and the hardest one to see once it is
@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
-from typing import Final
+from pathlib import Path
+from typing import Final, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.errors import OK, UNAVAILABLE, CarpoolError, Unhealthy
@@ -33,6 +34,7 @@ from carpool_cli.check import speaking
 from carpool_cli.check.bodies import Bodies, read_bodies
 from carpool_cli.check.comparing import are_same, value_of
 from carpool_cli.check.memory import Memory, Needed
+from carpool_cli.check.repository import check_repository
 from carpool_cli.check.resuming import resume_all, sentences
 from carpool_cli.infer import BodySettings
 from carpool_cli.screen import Screen, build_table, clip, count, duration
@@ -62,18 +64,31 @@ class CheckSettings(ModelSource, BodySettings):
     each line is a body of its own, and of a folder, @FOLDER, each file. - is standard input. Exits with 1 if
     a request fails, if a result depends on the batch that it is executed in, or if a stream that is cut goes
     on in another way.
+
+    With --repository DIR in place of MODEL and BODY, tell all that is wrong with the models of a folder, and
+    load each version of them.
     """
 
     model_config = SettingsConfigDict(cli_parse_none_str="\0null")
 
     model: CliPositionalArg[str] = Field(
-        description="module:Name, path/file.py:Name, hf:FOLDER, st:FOLDER, onnx:FILE, a ready-made model, or "
-        "FILE.toml:NAME, as for `carpool up`"
+        "",
+        description="module:Name, path/file.py:Name, hf:FOLDER, st:FOLDER, onnx:FILE, a ready-made model, "
+        "FILE.toml:NAME or repository:DIR/NAME, as for `carpool up`",
     )
     body: CliPositionalArg[Texts] = Field(
-        min_length=1, description="JSON, text, @FILE, @FILE.jsonl, @FOLDER or -; one or several"
+        [], description="JSON, text, @FILE, @FILE.jsonl, @FOLDER or -; one or several"
     )
     device: Devices = "auto"
+    repository: Path | None = Field(None, description="a folder of models, all of which are checked")
+
+    @model_validator(mode="after")
+    def _check_what(self) -> Self:
+        if self.repository is None and not (self.model and self.body):
+            raise ValueError("MODEL and BODY are required, or --repository DIR")
+        if self.repository is not None and self.model:
+            raise ValueError("--repository checks all models of a folder: leave MODEL and BODY out")
+        return self
 
     @property
     def extra(self) -> dict[str, bytes]:
@@ -86,14 +101,16 @@ def main(argv: Sequence[str]) -> int:
     """Print what was found. Returns 1 if anything is wrong with the model."""
     settings = read_settings(CheckSettings, argv, "carpool check")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C is an exception in the model
+    screen = Screen(sys.stdout)
     try:
+        if settings.repository is not None:
+            return check_repository(screen, settings.repository, settings.given("device"))
         model = _one_model(settings)
         bodies = read_bodies(settings.body, settings.body_type, settings.extra)
     except OSError as error:
         return _failed(f"BODY: cannot read {error.filename}: {error.strerror}")
     except (CarpoolError, ValueError) as error:
         return _failed(str(error))
-    screen = Screen(sys.stdout)
     try:
         return _check(screen, model.name, _load(screen, model), bodies)
     except _NotCheckedError as error:

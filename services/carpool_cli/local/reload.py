@@ -17,6 +17,7 @@ from typing import Final
 from carpool.keys import MODEL_NAME
 from carpool_cli.local.supervisor import Supervisor, WorkerService
 from carpool_worker.model_file import SUFFIX, read_model_file
+from carpool_worker.model_process.configuration import TRITON
 from carpool_worker.model_process.loader import format_of
 from carpool_worker.served_models import ServedModel
 
@@ -27,6 +28,8 @@ Stamp = tuple[int, int]  # when a file was changed (ns), and its size
 def model_file(location: str, folder: Path | None = None) -> Path | None:
     """The file of a model; None if it has none that its user writes, as a ready-made one. `folder`: where its
     module is found; None for the working directory."""
+    if location.startswith(TRITON):
+        return Path(location.removeprefix(TRITON)).resolve()
     source, colon, name = location.rpartition(":")
     if not (colon and source and name) or format_of(location):
         return None

@@ -65,7 +65,8 @@ class UpSettings(ModelSource, RedisSettings):
         min_length=1,
         description="one or more of module:Name, path/file.py:Name, hf:FOLDER, st:FOLDER, onnx:FILE, square, "
         "docsearch, writer, voice-activity; NAME=MODEL serves it under another name; FILE.toml has models, "
-        "with parameters and settings, and FILE.toml:NAME is one of them",
+        "with parameters and settings, and FILE.toml:NAME is one of them; repository:DIR/NAME is one of a "
+        "folder",
     )
     redis_url: RedisUrl | None = Field(
         None, description="a running Redis to use (default: start one, which stops with this command)"

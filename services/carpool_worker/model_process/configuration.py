@@ -17,6 +17,8 @@ from carpool.parts import Buffer
 HIDDEN: Final = "***"
 SECRET_CHARS_MIN: Final = 4  # of a text that is hidden within others: shorter ones are in many words
 CONFIGURATION: Final = "configuration"  # the header of the message
+# What the location of a file begins with that is nothing without what its repository declares.
+TRITON: Final = "triton:"
 
 
 class Parameter(NamedTuple):
@@ -42,7 +44,8 @@ class Configuration:
 
     `settings`: as text, by name. `folder`: where modules are found; None for the working directory.
     `parameters_in`: the table of a TOML file in which parameters may be given, for errors; empty for none.
-    `settings_from`: what gives each of the settings, `--set` or `file`.
+    `settings_from`: what gives each of the settings, `--set` or `file`. `version`: in place of what the model
+    declares; empty for none. `declared`: what a repository says of a file that is nothing without it.
     """
 
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
@@ -50,23 +53,32 @@ class Configuration:
     folder: Path | None = None
     parameters_in: str = ""
     settings_from: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""
+    declared: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The payload of the message: JSON. Dates and times in parameters become text."""
         folder = None if self.folder is None else str(self.folder)
-        fields = [self.parameters, self.settings, folder, self.parameters_in, self.settings_from]
+        fields = [
+            self.parameters, self.settings, folder, self.parameters_in, self.settings_from, self.version,
+            self.declared,
+        ]  # fmt: skip
         return json.dumps(fields, default=_text_of_time).encode()
 
     @classmethod
     def decode(cls, payload: Buffer) -> Self:
         """The inverse of `encode`."""
-        parameters, settings, folder, parameters_in, settings_from = json.loads(bytes(payload))
+        parameters, settings, folder, parameters_in, settings_from, version, declared = json.loads(
+            bytes(payload)
+        )
         return cls(
             parameters={name: Parameter(*given) for name, given in parameters.items()},
             settings=settings,
             folder=None if folder is None else Path(folder),
             parameters_in=parameters_in,
             settings_from=settings_from,
+            version=version,
+            declared=declared,
         )
 
 

@@ -21,10 +21,12 @@ T = TypeVar("T")
 
 
 class Given(NamedTuple):
-    """What a model is given from outside: parameters, which were checked, and settings by name, as values."""
+    """What a model is given from outside: parameters, which were checked, settings by name, as values, and a
+    version. The last two are in place of what it declares."""
 
     parameters: Values = Values()
     settings: Mapping[str, Any] = MappingProxyType({})
+    version: str = ""
 
 
 class LoadError(Exception):
@@ -43,10 +45,10 @@ def with_model(location: str, configuration: Configuration, use: Callable[[Any, 
     settings, parameters = _parsed(configuration.settings), configuration.parameters
     secrets = [str(given.value) for given in parameters.values() if given.is_secret]
     try:
-        model = find_model(location, configuration.folder, settings)
+        model = find_model(location, configuration.folder, settings, configuration.declared)
         values = read_parameters(model, location, parameters, configuration.parameters_in)
         secrets += values.secrets
-        return use(model, Given(values, settings))
+        return use(model, Given(values, settings, configuration.version))
     except UnusableError as error:
         raise UnusableError(without(secrets, str(error))) from None
     except BaseException as error:

@@ -17,6 +17,7 @@ from typing import Any, Final
 from carpool.keys import MODEL_NAME
 from carpool.plugins import UnusableError, find_object, hide_arguments
 from carpool.text_files import read_text
+from carpool_worker.model_process.configuration import TRITON
 
 MODELS_GROUP: Final = "carpool.models"
 _ONNX, _LANGUAGE, _SENTENCES = "onnx:", "hf:", "st:"
@@ -57,11 +58,16 @@ def model_name(spec: str) -> tuple[str, str]:
     return name, location
 
 
-def find_model(location: str, folder: Path | None = None, settings: Mapping[str, Any] | None = None) -> Any:
+def find_model(
+    location: str,
+    folder: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    declared: Mapping[str, Any] | None = None,
+) -> Any:
     """The model object: a class, an instance or a function.
 
     `folder`: where modules are found in place of the working directory. `settings`: those of an ONNX file, in
-    place of what is declared beside it.
+    place of what is declared beside it. `declared`: what a repository declares, of a file of Triton's.
 
     Raises UnusableError for a location of no known form, and whatever the model's module raises. From now on
     `sys.argv` is that of a program without arguments.
@@ -73,6 +79,10 @@ def find_model(location: str, folder: Path | None = None, settings: Mapping[str,
         from carpool_worker.models.onnx import OnnxModel  # noqa: PLC0415 (an optional extra)
 
         return OnnxModel(files, settings)
+    if declared and location.startswith(TRITON):
+        from carpool_worker.models.triton.found import find  # noqa: PLC0415 (an optional extra)
+
+        return find(location.removeprefix(TRITON), declared, settings)
     if prefix == _LANGUAGE:
         from carpool_worker.models.hf.language_model import LanguageModel  # noqa: PLC0415 (likewise)
 
@@ -88,7 +98,7 @@ def find_model(location: str, folder: Path | None = None, settings: Mapping[str,
         for entry_point in entry_points(group=MODELS_GROUP, name=location):
             return entry_point.load()
     if location.endswith(".py") and (file := Path(location)).is_file():
-        raise UnusableError(f"model {location!r} is a whole file: {_objects_of(file)}")
+        raise UnusableError(f"model {location!r} is a whole file: {_naming(file)}")
     registered = registered_names()
     similar = difflib.get_close_matches(location, registered, n=1)
     hint = f"did you mean {similar[0]!r}? Or " if similar else ""
@@ -98,17 +108,23 @@ def find_model(location: str, folder: Path | None = None, settings: Mapping[str,
     )
 
 
-def _objects_of(file: Path) -> str:
-    """How to name an object of a file, with those that may be models. Nothing of it is executed."""
+def objects_of(file: Path) -> list[str]:
+    """The names of the classes and functions of a file that may be models; none of a file that cannot be
+    read. Nothing of it is executed."""
     try:
-        found = [
+        return [
             one.name
             for one in ast.parse(read_text(file)).body
             if isinstance(one, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             and not one.name.startswith("_")
         ]
     except (OSError, ValueError, SyntaxError):  # what is wrong is said once its object is named
-        found = []
+        return []
+
+
+def _naming(file: Path) -> str:
+    """How to name an object of a file, with those that may be models."""
+    found = objects_of(file)
     if not found:
         return f"name an object of it, as in {file}:Name"
     more = ", ..." if len(found) > _OBJECTS_SHOWN else ""

@@ -359,7 +359,7 @@ def _declarations(
         "settings": _settings(model, is_async=is_async),
         "misspelt": dict(_misspelt(model)),
         "parameters": given.parameters.shown,
-        "version": _version(model),
+        "version": given.version or _version(model),
         "cost": _cost(model),
         "spoken": _spoken(model),
     }

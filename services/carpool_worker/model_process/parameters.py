@@ -24,7 +24,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union
 
 from carpool.plugins import UnusableError
-from carpool_worker.model_process.configuration import HIDDEN, Parameter
+from carpool_worker.model_process.configuration import HIDDEN, TRITON, Parameter
 
 SHOWN_CHARS_MAX: Final = 200  # of a value
 _NONE: Final = ("", "none", "null")
@@ -176,6 +176,11 @@ def _adapter(kind: Any) -> Any:
 def _why_none(model: Any, location: str) -> str:
     """Why a model has no parameters, and what to do."""
     name = own_name(model)
+    if location.startswith(TRITON):
+        return (
+            f"{name} takes those of its config.pbtxt, which has none; add them there with their defaults, as "
+            'in parameters { key: "a" value { string_value: "b" } }'
+        )
     if location.startswith("onnx:"):
         return (
             "an ONNX file takes no parameters; its constants are declared in the TOML file beside it, and "

@@ -62,7 +62,7 @@ class OnnxModel:
     `inputs` and `outputs` describe one request and its result, in the file's order; empty until loaded. With
     maps among the outputs (ZipMap) there are no `outputs`, because a map is no tensor. With `states`, it is a
     model of sequences. `declared` has the keys of the TOML file beside the ONNX file, and replaces those that
-    it has.
+    it has. `declared_in`: the file that they are from, for errors; empty for code.
 
     `predict` takes a batch of n: the stacked input (n, *shape), or a dict name -> stacked input if the file
     has several; the returned outputs likewise, or, if there are maps among them, a list with the result of
@@ -74,14 +74,16 @@ class OnnxModel:
 
     max_batch_size = 32
 
-    def __init__(self, path: str | Path, declared: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: str | Path, declared: Mapping[str, Any] | None = None, *, declared_in: str = ""
+    ) -> None:
         self.path = Path(path)
         self.name = model_name(self.path)
         self.inputs: tuple[TensorSpec, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
         self.states: tuple[StateSpec, ...] = ()
         self.predict: Callable[..., Any] = self._predict
-        self._declared = declared
+        self._declared, self._declared_in = declared, declared_in
         self._signature = Signature((), ())
         self._output_names: list[str] = []
         self._session: Any = None
@@ -100,7 +102,7 @@ class OnnxModel:
         providers = _providers(device, runtime.get_available_providers())
         session = _open_session(runtime, self.path, providers)
         metadata = session.get_modelmeta().custom_metadata_map
-        declaration = read_declaration(self.path, metadata, self._declared)
+        declaration = read_declaration(self.path, metadata, self._declared, self._declared_in)
         self._signature = signature = read_signature(session, declaration, self.path)
         self.inputs, self.states = signature.inputs, signature.states
         for name, value in declaration.settings.items():

@@ -146,9 +146,13 @@ def toml_path(path: Path) -> Path:
 
 
 def read_declaration(
-    path: Path, metadata: Mapping[str, str], declared: Mapping[str, Any] | None = None
+    path: Path,
+    metadata: Mapping[str, str],
+    declared: Mapping[str, Any] | None = None,
+    declared_in: str = "",
 ) -> Declaration:
-    """The declaration of an ONNX file with this metadata; `declared` has the same keys, from code.
+    """The declaration of an ONNX file with this metadata; `declared` has the same keys, from code, or from
+    `declared_in`, a file.
 
     Raises ValueError, which names the file, the key and what is valid.
     """
@@ -156,7 +160,7 @@ def read_declaration(
     for prefix, source in (
         (f"{path}: metadata {METADATA_PREFIX}", _read_metadata(path, metadata)),
         (f"{toml_path(path)}: ", _read_toml(toml_path(path))),
-        (f"{path}: declared in code: ", declared or {}),
+        (f"{declared_in or f'{path}: declared in code'}: ", declared or {}),
     ):
         for key, value in source.items():
             if key not in _READERS and key not in (*ModelSettings.names(), VERSION):
