@@ -115,6 +115,28 @@ def test_value_of_another_type_is_refused(kind: Any, value: Any, reason: str) ->
     assert re.search(r"\. Model takes value: .+$", error)
 
 
+@pytest.mark.parametrize("kind", [Path, list[Path], set[Path], dict[str, Path], Path | None])
+def test_a_path_from_far_away_stays_in_its_folder(kind: Any, tmp_path: Path) -> None:
+    """Also through links. One that nothing confines may be anywhere."""
+    entry, outside = tmp_path / "repository" / "entry", tmp_path / "secret"
+    entry.mkdir(parents=True)
+    outside.touch()
+    (entry / "link").symlink_to(outside)
+
+    def read(path: str, within: Path | None = tmp_path / "repository") -> str:
+        texts = {list[Path]: f'["{path}"]', set[Path]: f'["{path}"]', dict[str, Path]: f'{{"a": "{path}"}}'}
+        parameter = Parameter(texts.get(kind, path), "--param", str(entry), within=str(within or ""))
+        values = read_parameters(taking(kind), "model.py:Model", {"value": parameter})
+        return str(values.of_load["value"])
+
+    for path in ("weights", "../other/weights", str(entry / "weights")):
+        assert "weights" in read(path)
+    for path in ("../../secret", "link", "/etc/passwd", str(outside)):
+        with pytest.raises(UnusableError, match=r"the parameter value \(--param\) is .*must be a path in "):
+            read(path)
+        assert path.rpartition("/")[2] in read(path, within=None)
+
+
 def test_an_error_says_all_that_is_wrong_and_what_the_model_takes() -> None:
     assert refused(Classifier, given(weight="a.pt", threads="0")) == (
         "there is no parameter 'weight' (--param), did you mean weights?; "

@@ -25,13 +25,14 @@ class Parameter(NamedTuple):
     """A parameter as it is given, before it is checked: a text, or a value from a TOML file.
 
     `source`: where it is given, for errors. `folder`: where a relative path starts. `is_secret`: it is from a
-    file of its own, and is never shown.
+    file of its own, and is never shown. `within`: the folder that no path may leave; empty for any path.
     """
 
     value: Any
     source: str
     folder: str
     is_secret: bool = False
+    within: str = ""
 
     def __repr__(self) -> str:
         value = HIDDEN if self.is_secret else repr(self.value)

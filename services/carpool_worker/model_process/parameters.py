@@ -220,7 +220,7 @@ def _missing(
 def _value(declared: _Declared, given: Parameter) -> Any:
     """The value for the model. A text is read as it is, or else as JSON, or for a list at its commas.
 
-    Raises pydantic's ValidationError.
+    Raises ValueError, such as pydantic's ValidationError.
     """
     value, adapter = given.value, declared.adapter
     if isinstance(value, str) and value.lower() in _NONE and _has(NoneType, declared.type):
@@ -233,19 +233,27 @@ def _value(declared: _Declared, given: Parameter) -> Any:
     first: ValueError | None = None
     for read in readers:
         try:
-            return _located(adapter.validate_python(read(value)), Path(given.folder))
+            found = adapter.validate_python(read(value))
         except ValueError as error:  # pydantic's, and that of JSON
             first = error if first is None or len(readers) > 2 else first
+        else:
+            return _located(found, given)
     assert first is not None
     raise first
 
 
-def _located(value: Any, folder: Path) -> Any:
-    """A value in which relative paths start at this folder."""
+def _located(value: Any, given: Parameter) -> Any:
+    """A value in which relative paths start at the folder of the parameter. Raises ValueError for one that
+    leads out of the folder that it must be in."""
     if isinstance(value, Path):
-        return folder / value
-    if isinstance(value, list | tuple):
-        return type(value)(_located(one, folder) for one in value)
+        path = Path(given.folder) / value
+        if given.within and not path.resolve().is_relative_to(Path(given.within).resolve()):
+            raise ValueError(f"must be a path in {given.within}")
+        return path
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value)(_located(one, given) for one in value)
+    if isinstance(value, dict):
+        return {_located(key, given): _located(one, given) for key, one in value.items()}
     return value
 
 

@@ -66,14 +66,16 @@ class Repository:
     ) -> ServedModel:
         """What a worker serves for a version of a model; None for the newest one.
 
-        `parameters`: as those of `--param`; they replace what the entry declares. `as_name`: the name under
-        which it is served. Raises ValueError.
+        `parameters`: as those of `--param`; they replace what the entry declares. They may be of somebody far
+        away, so a path must be in the repository. `as_name`: the name under which it is served. Raises
+        ValueError.
         """
         declared, served_as = self.declared(name, version), name if as_name is None else as_name
         if not MODEL_NAME.fullmatch(served_as):
             raise ValueError(f"{served_as!r:.140} is no valid name of a model")
         folder = str(self.folder / name / declared.version)
-        given = {key: Parameter(value, "--param", folder) for key, value in parameters.items()}
+        within = str(self.folder.resolve())
+        given = {key: Parameter(value, "--param", folder, within=within) for key, value in parameters.items()}
         declared = declared._replace(parameters={**declared.parameters, **given})
         spec = f"{served_as}={PREFIX}{self.folder / name / declared.version}"
         served = served_model(served_as, declared, ModelOptions(), spec=spec)
