@@ -210,6 +210,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         ),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
+        Grant("share, promote, rollback: shares of versions", "multi exec hgetall hset del", "shares"),
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),
         Grant("list clients, and disconnect them", "client|list client|kill"),
         Grant(
@@ -227,6 +228,9 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
     of_one_model = {
         "requests": keys.requests,
         "batches": keys.batches,
+        "batches_of": keys.batches_of("*"),
+        "versions": keys.versions,
+        "shares": keys.shares,
         "settled": keys.settled,
         "dead": keys.dead,
         "dead_dropped": keys.dead_dropped,

@@ -63,6 +63,21 @@ class Keys:
         """Stream with the consumer group `workers`: the batches in flight."""
         return self._of("batches")
 
+    def batches_of(self, version: str) -> str:
+        """Stream with the consumer group `workers`: the batches in flight that are for one version."""
+        return self._of(f"batches:{version}")
+
+    @property
+    def versions(self) -> str:
+        """Set: the versions that have such a stream."""
+        return self._of("versions")
+
+    @property
+    def shares(self) -> str:
+        """Hash: by version the share of the requests that ask for none, in per cent, which operators give it
+        (`wire.traffic`)."""
+        return self._of("shares")
+
     @property
     def settled(self) -> str:
         """Stream, trimmed: an entry for each settled batch, and one of size 0 when a model process joins or

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from carpool.keys import CORRELATION_ID, MODEL_NAME, Keys, loading_key, models_key
 
-NAMED = {"result": "c", "replies": "r", "body": "b", "sequence": "s", "inbox": "p", "progress": "1-0"}
+NAMED = {
+    "result": "c",
+    "replies": "r",
+    "body": "b",
+    "sequence": "s",
+    "inbox": "p",
+    "progress": "1-0",
+    "batches_of": "2",
+}
 
 fast = settings(deadline=None)
 
@@ -26,6 +34,7 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
     assert sorted(all_of(Keys("square"))) == [
         "carpool:{square}:batcher",
         "carpool:{square}:batches",
+        "carpool:{square}:batches:2",
         "carpool:{square}:body:b",
         "carpool:{square}:config",
         "carpool:{square}:dead",
@@ -43,9 +52,11 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
         "carpool:{square}:sequence:s",
         "carpool:{square}:sequences",
         "carpool:{square}:settled",
+        "carpool:{square}:shares",
         "carpool:{square}:stats",
         "carpool:{square}:status",
         "carpool:{square}:tickets",
+        "carpool:{square}:versions",
         "carpool:{square}:workers",
     ]
     assert models_key() == "carpool:models"

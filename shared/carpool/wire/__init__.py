@@ -20,5 +20,6 @@ tensors           tensors in bodies
 padding           tensors of several sizes as tensors of one
 registration      what a worker registers about its model
 report            what an active batcher publishes about itself
+traffic           shares of a model's traffic by version
 statistics        what became of a model's requests, as scripts count it
 """
