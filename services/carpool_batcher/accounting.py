@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
+from carpool.errors import CANCELLED, DEADLINE_EXCEEDED, NOT_FOUND
 from carpool.messages.batches import Dispatch
 from carpool.messages.requests import Run
 from carpool.messages.results import Refusal
@@ -53,6 +53,11 @@ class Accounting:
     def cancelled(self, answered: Collection[int] | None) -> None:
         """Requests at these positions of a batch in flight were withdrawn. None: the batch has settled."""
         self._answered_in_flight(CANCELLED, answered)
+
+    def abandoned(self, answered: Collection[int] | None) -> None:
+        """Requests at these positions of a batch in flight were answered, because no worker has its
+        version."""
+        self._answered_in_flight(NOT_FOUND, answered)
 
     def settled(self, event: BatchSettled, batch: InFlightBatch) -> None:
         """A batch settled. This comes before its times are learned; see `MissedDeadlines.settled`."""
@@ -113,6 +118,8 @@ class AnswerLog:
         if status == DEADLINE_EXCEEDED:
             self._expired_requests += requests
             self._expired_batches += 1
+        elif status == NOT_FOUND:
+            self._refused[status] += requests
         else:
             self._cancelled_requests += requests
 

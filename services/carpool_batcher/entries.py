@@ -262,9 +262,11 @@ class MissingBatches:
     ) -> None:
         """Return the capacity of those that have been missing for SETTLED_UNREAD_US.
 
-        `batches_in_flight` is how many there are in Redis. If that is too few, the batches are looked up.
+        `batches_in_flight` is how many the common stream has. If that is too few, the batches are looked up.
         `settled_read`: the ID of the last entry of `settled` that was read.
         """
+        if store.versions:
+            batches_in_flight += store.number_in_flight()
         if batches_in_flight >= len(scheduler.in_flight.batches):
             self._missing.clear()
             return
@@ -273,7 +275,7 @@ class MissingBatches:
             for batch_id, batch in scheduler.in_flight.batches.items()
             if batch.dispatched_us < now_us - SETTLED_UNREAD_US
         ]
-        missing = store.missing(store.keys.batches, old) if old else set()
+        missing = store.missing_batches(old)
         if missing - self._missing.keys():
             found = _Missing(now_us, store.last_settled_id())  # after the look: its entry is not later
             self._missing |= dict.fromkeys(missing - self._missing.keys(), found)

@@ -43,6 +43,7 @@ from carpool.store.upkeep import Upkeep
 from carpool_batcher.custom_policies import Policies
 from carpool_batcher.meter import BatcherMetrics, Meter
 from carpool_batcher.model_batcher import ModelBatcher
+from carpool_batcher.session import VersionLeftError
 
 LEASE_MS: Final = 2000
 LEASES_INTERVAL_S: Final = 0.5
@@ -341,6 +342,11 @@ class BatcherService:
         except NotActiveError:
             model.log_lost_lease()
             self._end(model)
+            return False
+        except VersionLeftError:  # rare
+            self._log.info("version has no workers any more, starting over", model=self._current)
+            self._end(model)
+            self._leases_at_s = time.monotonic()
             return False
         except ProcessLeftError:  # rare: it left since the last snapshot. Redis tells what follows from that
             self._log.info("model process left, starting over", model=self._current)

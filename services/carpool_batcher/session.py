@@ -10,10 +10,11 @@ The request stream in Redis is the set of waiting requests; the session only has
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 from carpool.clock import RedisClock
-from carpool.errors import DEADLINE_EXCEEDED
+from carpool.errors import DEADLINE_EXCEEDED, NOT_FOUND
 from carpool.messages.batches import Batch, BatchedRun, Dispatch, tickets_of_each
 from carpool.messages.requests import Entry, Run
 from carpool.messages.results import UNANSWERED, Refusal, Result
@@ -29,10 +30,11 @@ from carpool.store.results import Address, Answer
 from carpool.wire.batches import decode_settled
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
+from carpool.wire.traffic import Division
 from carpool_batcher.accounting import Accounting
 from carpool_batcher.backlog import PIECE_DECODED, Backlog
 from carpool_batcher.core.deadlines import NO_WORKER
-from carpool_batcher.core.decisions import EXPIRED, WITHDRAWN
+from carpool_batcher.core.decisions import EXPIRED, WITHDRAWN, Abandon
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler, earlier
 from carpool_batcher.core.sequences.sequence import did_not_succeed
 from carpool_batcher.effective_settings import EffectiveSettings
@@ -46,6 +48,7 @@ from carpool_batcher.entries import (
 )
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
+from carpool_batcher.process_versions import DrainingProcesses, ProcessVersions
 from carpool_batcher.refusals import EarlyRefusals, divide
 
 REPORT_INTERVAL_US: Final = 1_000_000
@@ -60,6 +63,11 @@ READ_INTERVAL_US_MAX: Final = 5000  # until then they are read so often: some ma
 
 class ModelKindChangedError(Exception):
     """What was read must be read again: whether requests need a sequence depends on the kind of the model."""
+
+
+class VersionLeftError(Exception):
+    """Batches in flight are for a version whose workers are all gone. The next session gives them to
+    others."""
 
 
 class Session:
@@ -88,8 +96,12 @@ class Session:
         self._log = log
         self._reader = reader
         settled_after = store.last_settled_id()
+        store.versions = snapshot.versions
+        self._versions = ProcessVersions(store)
+        self._draining = DrainingProcesses(store)
         self.scheduler = _scheduler(settings, snapshot)
         self._use_settings()
+        self._follow_processes(snapshot)
         self._order = ResultOrder(store, self.scheduler, snapshot.waiting_entries)
         self._adopt_what_is_in_flight()
         last_id = store.last_waiting_id()
@@ -122,12 +134,36 @@ class Session:
         than its place."""
         store, scheduler = self._store, self.scheduler
         in_flight = [_as_in_flight(batch) for batch in store.batches_in_flight()]
+        if store.versions:
+            in_flight = list(self._reassigned(in_flight))
         if scheduler.kind.has_sequences:  # after the batches: what these kept is known then
             is_bound = scheduler.kind is ModelKind.BOUND
             scheduler.sequences.load(store.kept_sequences(with_processes=is_bound))
         for batch_id, dispatch, dispatched_us in in_flight:
             scheduler.in_flight.adopt(batch_id, dispatch, dispatched_us)
             self._order.launched(batch_id, dispatch.runs)
+        scheduler.set_in_hand(self._in_hand)
+        scheduler.adopted(self._clock.now_us())
+
+    def _reassigned(self, in_flight: Iterable[_InFlight]) -> Iterator[_InFlight]:
+        """These batches. One for a version whose workers are all gone is given to those of any version,
+        unless its requests ask for that version."""
+        living = self.scheduler.versions.processes
+        for batch_id, dispatch, dispatched_us in in_flight:
+            version = dispatch.version
+            if (
+                not version
+                or version in living
+                or not living
+                or dispatch.is_asked
+                or batch_id in self._in_hand
+            ):
+                yield batch_id, dispatch, dispatched_us
+                continue
+            new_id = self._store.reassign(batch_id)
+            if new_id is not None:
+                self._log.info("batch given to other versions", batch=batch_id, version=version, new=new_id)
+                yield new_id, dispatch._replace(version=""), dispatched_us
 
     def end(self) -> None:
         """Drop everything that was read: Redis has it all."""
@@ -276,6 +312,9 @@ class Session:
         expired = [decision for decision in decisions if type(decision) is Expire]
         if expired:
             self._expire(expired)
+        for decision in decisions:
+            if type(decision) is Abandon:
+                self._abandon(decision, now_us)
 
     def _refuse(
         self,
@@ -358,6 +397,23 @@ class Session:
             self._accounting.expired(batch_id, runs, answered)
             self.scheduler.in_flight.answered(run for first, run in runs if first in (answered or ()))
 
+    def _abandon(self, abandoned: Abandon, now_us: int) -> None:
+        """Answer all requests of a batch that no worker will execute, and remove it."""
+        batch_id, runs, detail = abandoned
+        firsts = accumulate(map(len, runs[:-1]), initial=0)
+        answers = [
+            answer
+            for first, run in zip(firsts, runs, strict=True)
+            for answer in _answers(first, run, now_us, NOT_FOUND, detail)
+        ]
+        answered = self._answer_in_flight(batch_id, answers)
+        if answered is None:
+            return  # it settled
+        self._accounting.abandoned(answered)
+        self.scheduler.in_flight.answered(runs)
+        self._store.abandon(batch_id)
+        self.scheduler.in_flight.forget(batch_id, now_us)
+
     def _answer_in_flight(self, batch_id: str, answers: Sequence[Answer]) -> set[int] | None:
         """Answer requests of a batch in flight. Returns the positions that were answered now.
 
@@ -379,7 +435,10 @@ class Session:
             self._use_settings()
         self.wake_at_us = now_us
         before = scheduler.model_processes
-        scheduler.set_processes(snapshot.model_processes, snapshot.draining)
+        self._store.versions = snapshot.versions
+        self._follow_processes(snapshot)
+        if any(not scheduler.in_flight.batches[name].is_asked for name in scheduler.orphans()):
+            raise VersionLeftError
         if scheduler.model_processes > before:
             self.reads_at_us = 0  # another one can take a batch: first read what was left unread
         self._update_settings(snapshot)
@@ -394,6 +453,16 @@ class Session:
         self._order.refresh(snapshot, entries)
         self._renew_bodies(now_us)
         self._accounting.compared(snapshot.model_processes, now_us)
+
+    def _follow_processes(self, snapshot: ModelSnapshot) -> None:
+        """The model processes that live, with their versions; and how versions share the traffic."""
+        scheduler, now_us = self.scheduler, self._clock.now_us()
+        self._in_hand = () if scheduler.kind is ModelKind.BOUND else self._draining.in_hand(snapshot)
+        if self._in_hand:
+            scheduler.set_in_hand(self._in_hand)
+        versions = self._versions.read(snapshot)
+        scheduler.set_processes(snapshot.model_processes, snapshot.draining, versions, now_us)
+        scheduler.divide(Division(snapshot.shares, scheduler.versions.processes), now_us)
 
     def _renew_bodies(self, now_us: int) -> None:
         """Now and then: stored bodies must not expire while their requests wait."""
@@ -442,7 +511,6 @@ class Session:
 def _scheduler(settings: EffectiveSettings, snapshot: ModelSnapshot) -> Scheduler:
     """A new scheduler for the model of this snapshot."""
     scheduler = Scheduler(settings.read(snapshot, None), kind=ModelKind.of(snapshot.registration))
-    scheduler.set_processes(snapshot.model_processes, snapshot.draining)
     scheduler.custom_policy = settings.custom_policy
     return scheduler
 
@@ -464,10 +532,15 @@ def _answers(first: int, run: Run, now_us: int, status: str, detail: str) -> Ite
         yield Answer(position, Address(run.reply_to, ticket), result, change, total_us)
 
 
-def _as_in_flight(batch: Batch) -> tuple[str, Dispatch, int]:
+_InFlight = tuple[str, Dispatch, int]
+
+
+def _as_in_flight(batch: Batch) -> _InFlight:
     """The ID of a batch, its dispatch, and when that was; without its bodies, which are large."""
     runs = [_as_run(run, batch.cost) for run in batch.runs]
-    dispatch = Dispatch(runs, "idle", batch.lane, process=batch.process)
+    dispatch = Dispatch(
+        runs, "idle", batch.lane, process=batch.process, version=batch.version, is_asked=batch.is_asked
+    )
     return batch.id, dispatch, batch.dispatched_us
 
 

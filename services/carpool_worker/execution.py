@@ -113,7 +113,7 @@ class Execution:
 
         One of its requests may be the cause, so from then on they are decoded and executed one at a time.
         """
-        return self.batch.epoch > 1 or bool(self.deaths)
+        return self.batch.epoch > 1 or bool(self.deaths) or self.batch.redelivered > 0
 
     @property
     def is_finished(self) -> bool:

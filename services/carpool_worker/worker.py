@@ -98,6 +98,7 @@ class Worker:
         self._lease_ms = lease_ms
         self._clock = RedisClock()
         self._name = new_process_name()
+        self._version = ""  # of whose batches it takes those that others may not; known once it is loaded
         self._processes = [
             ProcessHandle(
                 location,
@@ -144,6 +145,8 @@ class Worker:
             process.spawn()
         descriptions = [process.wait_ready() for process in self._processes]
         ready = descriptions[0]  # all are of the same model
+        if ready.kind is not ModelKind.BOUND:  # whose batches are for single processes
+            self._version = self._store.version = ready.version
         self._make_replicas(ready)
         self._tell_doubts(ready)
         self._metrics.set_version(ready.version)
@@ -234,7 +237,7 @@ class Worker:
         if ready.kind is ModelKind.BOUND:
             return self._new_bound_replica(name, process, codec, link, settings.max_batch_size)
         member, is_stepping = Member(name), ready.kind is ModelKind.STEPPING
-        committer = Committer(member, WorkerStore(link, self._keys, clock), metrics, self._batch_log)
+        committer = Committer(member, self._as_store(link), metrics, self._batch_log)
         block_ms = FETCH_BLOCK_MS if is_stepping else None
         source = Fetcher(
             member, self._new_store("fetch"), self._lease_ms, self._register, metrics, block_ms=block_ms
@@ -259,7 +262,7 @@ class Worker:
             codec,
             source,
             metrics,
-            store=StepStore(link, self._keys, clock),
+            store=StepStore(link, self._keys, clock, self._version),
             committer=committer,
             settings=settings,
             log=self._step_log,
@@ -295,7 +298,12 @@ class Worker:
         loop.start()
 
     def _new_store(self, role: str) -> WorkerStore:
-        return WorkerStore(self._new_link(role), self._keys, self._clock)
+        return self._as_store(self._new_link(role))
+
+    def _as_store(self, link: Link) -> WorkerStore:
+        store = WorkerStore(link, self._keys, self._clock)
+        store.version = self._version
+        return store
 
     def _new_link(self, role: str) -> Link:
         return Link(self._url, name=f"{self._name}:{role}", key=self._keys.requests)

@@ -21,6 +21,11 @@ WORKERS_GROUP: Final = "workers"
 DEFAULT_PREFIX: Final = "carpool"
 
 
+# Behind the entry ID in the ID of a batch that is in the stream of a version: entry IDs of two streams may be
+# equal. It cannot be in the name of a version.
+_OF_VERSION: Final = "@"
+
+
 def models_key(prefix: str = DEFAULT_PREFIX) -> str:
     """The set of registered models' names."""
     return f"{prefix}:models"
@@ -193,3 +198,24 @@ class Keys:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how
         often each was started alone (see `answer.lua`); the chunks of a stepping model (see `step.lua`)."""
         return self._of(f"progress:{batch_id}")
+
+
+def batch_id_of(entry_id: str, version: str) -> str:
+    """The ID of a batch: that of its entry, and the version whose stream that is in, if it is in one."""
+    return f"{entry_id}{_OF_VERSION}{version}" if version else entry_id
+
+
+def batch_stream(keys: Keys, batch_id: str) -> str:
+    """The stream that a batch is in."""
+    _, _, version = batch_id.partition(_OF_VERSION)
+    return keys.batches_of(version) if version else keys.batches
+
+
+def batch_streams(keys: Keys, version: str) -> list[str]:
+    """The streams that a worker reads: the common one, and that of its version, if it names one."""
+    return [keys.batches, keys.batches_of(version)] if version else [keys.batches]
+
+
+def entry_of_batch(batch_id: str) -> str:
+    """The ID of the entry that a batch is."""
+    return batch_id.partition(_OF_VERSION)[0]

@@ -32,6 +32,9 @@ here it counts as that number of processes.
 
 Of a bound model each batch is for one process: `sequences.processes` knows if it is idle (BoundCapacity).
 
+A batch at a process that drains, or for a version without processes, occupies none of the others: it is set
+apart. How versions share processes is in `version_capacity`.
+
 A process of a stepping model takes as many batches at a time as it has slots, each of one request, and a few
 more that get a slot as soon as one is free. There l(n) is not learned, and all of the above follows from
 `has_capacity`: a batch is dispatched if there is capacity for it.
@@ -43,6 +46,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Collection
 from heapq import heapreplace
 from typing import Final
 
@@ -74,6 +78,7 @@ class Capacity:
         self._reserved: deque[int] = deque()  # the cost of each reserved batch
         self._executing: list[tuple[int, str]] = []  # (expected to settle, batch ID), soonest first
         self._ahead: deque[str] = deque()
+        self._apart: set[str] = set()  # batches in flight that occupy no process that takes batches
         self._mean_size = 0.0
         self._spacing_ends_us = 0
 
@@ -94,19 +99,36 @@ class Capacity:
             self._batches_per_process = slots + prefetched_slots(slots)
         self._cost_per_process = cost_max if slots else None
 
-    def reserve(self, cost: int = 0) -> None:
-        """Take up capacity for a decided batch; `launch` or `unreserve` follows, in this order."""
+    def reserve(self, cost: int = 0, version: str = "") -> None:
+        """Take up capacity for a decided batch, at processes of this version if they are told apart; `launch`
+        or `unreserve` follows, in this order."""
         self._reserved.append(cost)
         self._cost += cost
 
-    def unreserve(self) -> None:
-        """The batch reserved first was not dispatched."""
+    def unreserve(self, version: str = "") -> None:
+        """The batch reserved first was not dispatched. It was for this version."""
         self._cost -= self._reserved.popleft()
 
     def launch(self, batch_id: str, batch: InFlightBatch) -> None:
         """The batch reserved first is in flight."""
         self._cost -= self._reserved.popleft()
         self.adopt(batch_id, batch)
+
+    def adopt_earlier(self, batch_id: str, batch: InFlightBatch) -> None:
+        """A batch is in flight that a previous batcher dispatched."""
+        self.adopt(batch_id, batch)
+
+    def set_apart(self, batch_ids: Collection[str]) -> None:
+        """These batches in flight occupy none of the processes, until they end."""
+        for batch_id in batch_ids:
+            if batch_id in self.in_flight and batch_id not in self._apart:
+                self._apart.add(batch_id)
+                self._cost -= self.in_flight[batch_id].cost
+                self._vacate(batch_id, 0)
+
+    def is_apart(self, batch_id: str) -> bool:
+        """Whether a batch in flight was set apart."""
+        return batch_id in self._apart
 
     def adopt(self, batch_id: str, batch: InFlightBatch) -> None:
         """A batch is in flight for which no capacity was reserved."""
@@ -122,7 +144,14 @@ class Capacity:
         batch = self.in_flight.pop(batch_id, None)
         if batch is None:
             return
+        if batch_id in self._apart:
+            self._apart.discard(batch_id)
+            return
         self._cost -= batch.cost
+        self._vacate(batch_id, now_us)
+
+    def _vacate(self, batch_id: str, now_us: int) -> None:
+        """A batch does not occupy a process any more."""
         if batch_id in self._ahead:
             self._ahead.remove(batch_id)
         else:
@@ -170,6 +199,15 @@ class Capacity:
         """
         batches, cost = self.left()
         return batches > 0 and cost > 0
+
+    def next_version(self) -> str:
+        """The version to whose processes the next batch goes that any may execute; '' if to all of them."""
+        return ""
+
+    def load(self) -> tuple[float, int]:
+        """How much is in flight and reserved for the number of processes; for comparing versions."""
+        occupied = self._occupied()
+        return (occupied / self.processes if self.processes else float("inf")), occupied
 
     def left(self) -> tuple[int, int]:
         """How many batches that cannot grow may be dispatched, and what they may cost together."""
@@ -249,7 +287,7 @@ class Capacity:
         return self._learned.round_trip_us + self._learned.times_of(self.in_flight[batch_id].lane).at_most(1)
 
     def _occupied(self) -> int:
-        return len(self.in_flight) + len(self._reserved)
+        return len(self.in_flight) + len(self._reserved) - len(self._apart)
 
 
 class BoundCapacity(Capacity):

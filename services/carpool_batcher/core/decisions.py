@@ -3,6 +3,7 @@ Redis keeps of a sequence, or to tell a model process that a slot is free."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from carpool.errors import CANCELLED, DEADLINE_EXCEEDED
@@ -28,11 +29,19 @@ class Cancel(NamedTuple):
     run: Run
 
 
+class Abandon(NamedTuple):
+    """Answer all requests of a batch in flight with NOT_FOUND, and remove it: no worker has its version."""
+
+    batch_id: str
+    runs: Sequence[Run]
+    detail: str
+
+
 # Status and detail of requests that are answered in flight.
 EXPIRED: Final = (DEADLINE_EXCEEDED, "expired: it was dispatched, but not executed by its deadline")
 WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
 
-Decision = Dispatch | Refusal | Expire | SequenceChange | SlotFreed
+Decision = Dispatch | Refusal | Expire | Abandon | SequenceChange | SlotFreed
 
 
 def refusal(run: Run, status: str, reason: str, detail: str) -> Refusal:

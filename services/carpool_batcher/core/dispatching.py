@@ -8,7 +8,7 @@ Why: docs/decisions/0053.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from carpool.messages.batches import Dispatch, DispatchReason
@@ -22,7 +22,7 @@ from carpool_batcher.core.policies.custom import Custom, CustomPolicy
 from carpool_batcher.core.policies.deferred import Deferred
 from carpool_batcher.core.policies.eager import Eager
 from carpool_batcher.core.sequences.processes import Processes
-from carpool_batcher.core.waiting.lane import NEVER_US, Lane, PoppedBatch
+from carpool_batcher.core.waiting.lane import NEVER_US, Lane, PoppedBatch, version_of_lane
 from carpool_batcher.core.waiting.lane_index import Claim, Gate, LaneIndex
 from carpool_batcher.core.waiting.queue import Queue
 
@@ -40,10 +40,17 @@ class Dispatcher:
         capacity: Capacity,
         learned: Learned,
         processes: Processes,
+        *,
+        reserve: Callable[[int, str], None] | None = None,
+        versions: Collection[str] | None = None,
     ) -> None:
+        """`capacity`: what is free for these batches. `reserve`: takes it up, by default there. `versions`:
+        it dispatches the lanes of these versions, '' being those that any may execute; None: all lanes."""
         self._applied = applied
         self._queue = queue
         self._capacity = capacity
+        self._reserve = capacity.reserve if reserve is None else reserve
+        self._versions = None if versions is None else frozenset(versions)
         self._learned = learned
         self._processes = processes
         self._index = LaneIndex(queue.turns)
@@ -111,6 +118,16 @@ class Dispatcher:
         at_us = self._capacity.free_at_us(now_us, is_full=self._policy.may_be_early)
         return NEVER_US if at_us is None else at_us
 
+    def first(self, now_us: int) -> tuple[int, int]:
+        """Which of several dispatchers comes first, the one with the least: of its next batch the highest
+        rank, negative, and its oldest request. If no batch is ready, it comes last."""
+        self._update_index(now_us)
+        claim = self._index.first(CONTENDING, now_us)
+        if claim is None:
+            return 0, NEVER_US
+        rank, arrival_us = self._queue.lanes[claim.lane].front()
+        return -rank, arrival_us
+
     def oldest_arrival_us(self, now_us: int) -> int | None:
         """When the oldest waiting request arrived; None if none waits."""
         self._update_index(now_us)
@@ -158,13 +175,12 @@ class Dispatcher:
         queue, index = self._queue, self._index
         self._policy.observe(now_us)
         learned = self._learned.batches if self._policy.forecasts else 0
-        changed: Iterable[str] = queue.changed
+        own = queue.changed if self._versions is None else self._own(queue.changed)
+        changed: Iterable[str] = own
         if self._is_index_outdated:
-            changed = queue.changed | queue.lanes.keys()
+            changed = own | self._lanes()
         elif learned != self._indexed_learned:
-            changed = queue.changed | self._next_outdated(
-                LANES_UPDATED_MAX * (learned - self._indexed_learned)
-            )
+            changed = own | self._next_outdated(LANES_UPDATED_MAX * (learned - self._indexed_learned))
         self._is_index_outdated, self._indexed_learned = False, learned
         for name in changed:
             lane = queue.lanes.get(name)
@@ -172,7 +188,19 @@ class Dispatcher:
                 index.remove(name)
             else:
                 index.put(*self._claim(lane, now_us), lane, now_us)
-        queue.changed.clear()
+        if own is queue.changed:
+            own.clear()
+        else:
+            queue.changed -= own
+
+    def _own(self, names: Iterable[str]) -> set[str]:
+        """Those of these lanes that it dispatches."""
+        versions = self._versions
+        return {name for name in names if versions is None or version_of_lane(name) in versions}
+
+    def _lanes(self) -> set[str]:
+        lanes = self._queue.lanes
+        return set(lanes) if self._versions is None else self._own(lanes)
 
     def _next_outdated(self, count: int) -> set[str]:
         """The next `count` lanes to update with what was learned: all of them unless there are many.
@@ -180,12 +208,11 @@ class Dispatcher:
         Thousands of lanes take turns, or each batch that settles would cost milliseconds. Until its turn, a
         lane's batch may start a little late; never too early, because claims are verified before they count.
         """
-        lanes = self._queue.lanes
-        if len(lanes) <= count:
+        if len(self._queue.lanes) <= count:
             self._outdated.clear()
-            return set(lanes)
+            return self._lanes()
         if not self._outdated:
-            self._outdated = list(lanes)
+            self._outdated = list(self._lanes())
         next_lanes = set(self._outdated[-count:])
         del self._outdated[-count:]
         return next_lanes
@@ -241,12 +268,14 @@ class Dispatcher:
         undated = frozenset(
             run for at, run in enumerate(runs) if at >= first_expired or _outlives_deadline(run, applied)
         )
-        self._capacity.reserve(sum([run.cost * len(run) for run in runs]) if applied.has_batch_cost else 0)
+        version = lane.version or self._capacity.next_version()
+        cost = sum([run.cost * len(run) for run in runs]) if applied.has_batch_cost else 0
+        self._reserve(cost, version)
         expected_us = self._learned.expected_us(lane.label, executable_size(runs))
         if lane.process:
             self._processes.begin_batch(lane.process)
             self._queue.look_again(lane.process)
-        return Dispatch(runs, reason, lane.label, undated, expected_us, lane.process)
+        return Dispatch(runs, reason, lane.label, undated, expected_us, lane.process, version, lane.is_asked)
 
 
 def _outlives_deadline(run: Run, applied: AppliedSettings) -> bool:

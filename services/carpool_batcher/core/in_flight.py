@@ -59,17 +59,17 @@ class BatchesInFlight:
         self._capacity.launch(batch_id, batch)
         self._watch(batch_id, batch, dispatch.runs)
 
-    def unreserve(self, process: str = "") -> None:
-        """The oldest Dispatch of which nothing was reported, to this process, was not carried out. To be
-        called as `launch` is."""
-        self._capacity.unreserve()
+    def unreserve(self, process: str = "", version: str = "") -> None:
+        """The oldest Dispatch of which nothing was reported, to this process and version, was not carried
+        out. To be called as `launch` is."""
+        self._capacity.unreserve(version)
         self._leave_process(process)
 
     def adopt(self, batch_id: str, dispatch: Dispatch, dispatched_us: int) -> None:
         """A batch is in flight that a previous batcher dispatched."""
         self._queue.bodies.launch(batch_id, dispatch.runs)
         batch = self._take(dispatch, dispatched_us)
-        self._capacity.adopt(batch_id, batch)
+        self._capacity.adopt_earlier(batch_id, batch)
         self._watch(batch_id, batch, dispatch.runs)
         for run in dispatch.runs:
             if run.sequence is not None and self._applied.has_sequences:  # not one of the model before
@@ -121,7 +121,7 @@ class BatchesInFlight:
             size += count
             run.bodies = []
         kind = self._applied.kind
-        is_kept = kind is not ModelKind.PLAIN or self._applied.cancels_in_flight
+        is_kept = kind is not ModelKind.PLAIN or self._applied.cancels_in_flight or dispatch.is_asked
         runs: Sequence[Run] = dispatch.runs if is_kept else ()
         cost = 0
         if kind is ModelKind.STEPPING and self._applied.has_batch_cost:
@@ -129,6 +129,8 @@ class BatchesInFlight:
         batch = InFlightBatch(
             dispatched_us, size, dispatch.lane, expiring, arrivals, runs, cost, dispatch.process
         )
+        if dispatch.version:
+            batch = batch._replace(version=dispatch.version, is_asked=dispatch.is_asked)
         if not self._learned.producers:
             return batch
         return batch._replace(
@@ -232,7 +234,7 @@ class DecidedDispatches:
 
     def gone(self, dispatch: Dispatch) -> None:
         """The next one was not carried out: none of its runs was still in Redis."""
-        self._in_flight.unreserve(dispatch.process)
+        self._in_flight.unreserve(dispatch.process, dispatch.version)
 
     def finish(self) -> list[Refusal]:
         """All were reported. Returns the Refusals of what repeats a request in flight since: of the copies

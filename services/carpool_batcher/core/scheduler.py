@@ -44,16 +44,24 @@
 10. A request that its producer put off (`not_before`) waits outside of its lane until then
    (`waiting.delayed`). It counts against the limits of rule 5, and can be withdrawn; to all other rules it
    arrives at that time.
+11. A request that asks for a version is in a lane of that version, and so is each other one while versions
+have
+   shares of the traffic (`Queue.division`). Then each batch is for the processes of one version
+   (`version_capacity`), and rules 1 to 3 hold for each version by itself. Where a batch may be executed by
+   any, it goes to the version with the least in flight. `versions` says when a version has been missing too
+   long.
 
 A request is in exactly one state: ARCHITECTURE.md, "The path of a request", shows which there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
-from carpool.errors import INVALID_ARGUMENT, UNIMPLEMENTED
+from carpool.errors import INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED
 from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Entry, Run, Withdrawal
 from carpool.messages.results import Refusal
@@ -62,7 +70,7 @@ from carpool_batcher.core.applied_settings import NO_LIMIT, AppliedSettings
 from carpool_batcher.core.capacity import BoundCapacity, Capacity
 from carpool_batcher.core.copies import Copies, unanswered
 from carpool_batcher.core.deadlines import Deadlines
-from carpool_batcher.core.decisions import Cancel, Decision, Expire, refusal
+from carpool_batcher.core.decisions import Abandon, Cancel, Decision, Expire, refusal
 from carpool_batcher.core.dispatching import Dispatcher
 from carpool_batcher.core.in_flight import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.learned.learned import Learned
@@ -70,12 +78,15 @@ from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.core.sequences.processes import Processes
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
-from carpool_batcher.core.waiting.queue import Queue
+from carpool_batcher.core.version_capacity import ModelCapacity
+from carpool_batcher.core.versions import Versions
+from carpool_batcher.core.waiting.queue import Division, Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, Withdrawn
 
+NO_VERSIONS: Final[Mapping[str, str]] = MappingProxyType({})
 USUAL_SIZE_CHANGE_RATIO: Final = 1 / 8  # by which it must differ to be applied: all lanes are looked at then
 
-__all__ = ["Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
+__all__ = ["Abandon", "Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
 
 
 class Scheduler:
@@ -94,13 +105,20 @@ class Scheduler:
         is_bound = kind is ModelKind.BOUND
         self._model_processes = model_processes
         self.learned = Learned()
-        self.capacity = (BoundCapacity if is_bound else Capacity)(self.learned, model_processes)
+        self._by_version = None if is_bound else ModelCapacity(self.learned, model_processes)
+        self.capacity = self._by_version or BoundCapacity(self.learned, model_processes)
+        self.versions = Versions()
+        self._has_asked = False  # requests ask for versions: from then on each batch is for one
         self.processes = Processes()  # of a bound model
         self.sequences = Sequences(self.processes if is_bound else None)
         self._applied = AppliedSettings(settings, kind)
         self.queue = Queue(self._applied, self.sequences)
         self._deadlines = Deadlines(self._applied, self.queue, self.capacity, self.learned)
-        self._dispatcher = Dispatcher(self._applied, self.queue, self.capacity, self.learned, self.processes)
+        self._dispatcher = self._new_dispatcher()
+        self._of_versions: dict[str, Dispatcher] = {}  # while versions are told apart
+        self._served: tuple[Collection[str], ...] = ()  # the versions that each of them has
+        self._in_hand: set[str] = set()  # batches that processes have that drain
+        self._missing_in_flight: set[str] = set()  # versions without processes that such batches ask for
         self._withdrawals = PendingWithdrawals()
         self.in_flight = BatchesInFlight(
             self._applied,
@@ -138,7 +156,8 @@ class Scheduler:
     @custom_policy.setter
     def custom_policy(self, policy: CustomPolicy | None) -> None:
         self._custom_policy = policy
-        self._dispatcher.settings_changed(policy)
+        for dispatcher in self._dispatchers:
+            dispatcher.settings_changed(policy)
 
     @property
     def kind(self) -> ModelKind:
@@ -155,7 +174,8 @@ class Scheduler:
         is_stepping = kind is ModelKind.STEPPING
         self._applied.usual_size = self.learned.costs.usual_size(settings.max_batch_cost) or NO_LIMIT
         self._applied.update(settings, kind)
-        self._dispatcher.settings_changed(self._custom_policy)
+        for dispatcher in self._dispatchers:
+            dispatcher.settings_changed(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
@@ -167,6 +187,8 @@ class Scheduler:
         """A process that executes several batches at a time counts as several."""
         each = self._settings.concurrent_batches(self.kind)
         self.capacity.resize(self._model_processes * each)
+        if self._of_versions:
+            self._arrange_dispatchers()
 
     def observe_cost(self, lane: str, requests: int, cost: int) -> None:
         """The model told what this number of requests of a batch, at least one, cost together."""
@@ -188,20 +210,123 @@ class Scheduler:
         self._model_processes = processes
         self._resize()
 
-    def set_processes(self, live: Sequence[str], draining: Iterable[str] = ()) -> None:
-        """These model processes are alive; those of a bound model that drain begin no more sequences."""
+    def set_processes(
+        self,
+        live: Sequence[str],
+        draining: Collection[str] = (),
+        versions: Mapping[str, str] = NO_VERSIONS,
+        now_us: int = 0,
+    ) -> None:
+        """These model processes are alive. Those that drain take no more batches; those of a bound model
+        begin no more sequences. `versions`: by process, that of its model, if it names one."""
+        if self.kind is not ModelKind.BOUND and draining:
+            live = [process for process in live if process not in draining]
         self.model_processes = len(live)
+        of_each = Counter([versions.get(process, "") for process in live])
+        if of_each != self.versions.processes:
+            self.versions.set_processes(of_each, now_us)
+            self._versions_changed(now_us)
         if self.kind is ModelKind.BOUND:
             self.processes.set_live(live, draining)
             for head in self.sequences.heads_to_move():
                 self.queue.leave_lane(head)
             self.sequences.leave_processes()
 
+    def divide(self, division: Division | None, now_us: int) -> None:
+        """From now on this says which version is to execute the requests that ask for none."""
+        if self.kind is ModelKind.BOUND:
+            return  # its sequences stay with their processes
+        before, self.queue.division = self.queue.division, division or None
+        if self.queue.division != before:
+            moved = self.queue.divide_again()
+            self._versions_changed(now_us)
+            self._deadlines.watch_again(moved)
+
+    def adopted(self, now_us: int) -> None:
+        """All batches in flight that a previous batcher dispatched are known."""
+        self._has_asked = any(batch.is_asked for batch in self.in_flight.batches.values())
+        self._versions_changed(now_us)
+
+    def set_in_hand(self, batch_ids: Iterable[str]) -> None:
+        """Processes that drain have these batches in hand: they occupy none of the others."""
+        self._in_hand = {name for name in (*self._in_hand, *batch_ids) if name in self.in_flight.batches}
+        self.capacity.set_apart(self._in_hand)
+
+    def is_in_hand(self, batch_id: str) -> bool:
+        """Whether a process that drains has a batch."""
+        return batch_id in self._in_hand
+
+    def orphans(self) -> Iterator[str]:
+        """The batches in flight that are for a version that has no process any more, while others have, and
+        that no process which drains has in hand."""
+        living = self.versions.processes
+        for batch_id, batch in self.in_flight.batches.items():
+            if batch.version and living and batch.version not in living and batch_id not in self._in_hand:
+                yield batch_id
+
+    def _versions_changed(self, now_us: int) -> None:
+        """Other versions have processes, or shares."""
+        orphans = list(self.orphans())
+        self.capacity.set_apart(orphans)
+        in_flight = self.in_flight.batches
+        self._missing_in_flight = {in_flight[name].version for name in orphans if in_flight[name].is_asked}
+        self.versions.miss(self._asked_versions(), now_us)
+        self._arrange_dispatchers()
+
+    def _arrange_dispatchers(self) -> None:
+        """Each version has a dispatcher, and capacity of its own, if there are several, and requests ask for
+        versions, or these have shares."""
+        if self._by_version is None:
+            return
+        are_used = self._has_asked or self.queue.division is not None
+        each = self._settings.concurrent_batches(self.kind)
+        living = {version: number * each for version, number in self.versions.processes.items()}
+        several = living if are_used and len(living) > 1 else {}
+        self._by_version.tell_apart(several)
+        served = (several.keys(), living.keys() if are_used else ())
+        if served == self._served:
+            return
+        self._served = tuple(map(frozenset, served))
+        self._dispatcher = self._new_dispatcher({"", *({} if several else living)} if are_used else None)
+        self._of_versions = {version: self._new_dispatcher({version}) for version in several if version}
+        for dispatcher in self._dispatchers:
+            dispatcher.settings_changed(self._custom_policy)
+
+    def _new_dispatcher(self, versions: Collection[str] | None = None) -> Dispatcher:
+        """For the lanes of these versions; None: for all lanes."""
+        capacity: Capacity = self.capacity
+        if versions is not None and self._by_version is not None and self._by_version.by_version:
+            (version,) = versions
+            capacity = self._by_version.by_version[version] if version else self._by_version.of_any
+        return Dispatcher(
+            self._applied,
+            self.queue,
+            capacity,
+            self.learned,
+            self.processes,
+            reserve=self.capacity.reserve,
+            versions=versions,
+        )
+
+    @property
+    def _dispatchers(self) -> list[Dispatcher]:
+        return [self._dispatcher, *self._of_versions.values()]
+
+    def _asked_versions(self) -> set[str]:
+        """The versions for which requests ask that wait in lanes, or that no process will take in flight."""
+        return self.queue.asked_lanes.keys() | self._missing_in_flight
+
     def offer(self, run: Run, now_us: int) -> list[Refusal]:
         """A run arrived: admit it. Returns the Refusals of those of its requests that were not admitted.
 
         They are no longer in the run, except where all of it is refused: then it is the run of a Refusal.
         """
+        if run.version:
+            self._has_asked = self._has_asked or self._begin_asking()
+        elif self.queue.division and len(run.correlation_ids) > 1:
+            parts = self.queue.divide(run, in_order=self._settings.preserve_ordering)
+            if len(parts) > 1:
+                return [refused for part in parts for refused in self.offer(part, now_us)]
         if self._withdrawals.arrived_later:
             self._withdrawals.arrive(run)
         if run.sequence is not None or self._applied.has_sequences:
@@ -242,6 +367,11 @@ class Scheduler:
         if run.sequence is None:
             detail = "sequence_id: missing; this model keeps a state for each sequence of requests"
             return refusal(run, INVALID_ARGUMENT, "input", detail)
+        if run.version and self._by_version is None:
+            detail = (
+                "version: a model whose processes keep the states of sequences executes them in any version"
+            )
+            return refusal(run, UNIMPLEMENTED, "input", detail)
         return self.sequences.judge(run)
 
     def end_sequences(self, sequence_ids: Collection[str], place: str) -> list[Refusal]:
@@ -292,7 +422,10 @@ class Scheduler:
     def oldest_arrival_us(self) -> int | None:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
-        return self._dispatcher.oldest_arrival_us(self._polled_us)
+        oldest_us = self._dispatcher.oldest_arrival_us(self._polled_us)
+        for dispatcher in self._of_versions.values():
+            oldest_us = earlier(oldest_us, dispatcher.oldest_arrival_us(self._polled_us))
+        return oldest_us
 
     # --- decisions -----------------------------------------------------------------------------------------
 
@@ -317,13 +450,39 @@ class Scheduler:
             decisions = yield from self._deadlines.run_due(now_us)
             if self._deadlines.has_due(now_us):
                 return decisions  # very many have expired: first all of these, so that none is dispatched
+        if self._has_asked:
+            decisions += self._refuse_missing(now_us)
         if not self._applied.has_sequences:
-            decisions += self._dispatcher.dispatch(now_us)
+            decisions += self._dispatch(now_us)
             return self._copies.answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
-        decisions += self._dispatcher.dispatch(now_us)
+        decisions += self._dispatch(now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
+
+    def _dispatch(self, now_us: int) -> list[Decision]:
+        if not self._of_versions:
+            return self._dispatcher.dispatch(now_us)
+        in_order = sorted(self._dispatchers, key=lambda one: one.first(now_us))
+        return [decision for dispatcher in in_order for decision in dispatcher.dispatch(now_us)]
+
+    def _begin_asking(self) -> bool:
+        """The first request asks for a version."""
+        self._has_asked = True
+        self._arrange_dispatchers()
+        return True
+
+    def _refuse_missing(self, now_us: int) -> Iterator[Decision]:
+        """Requests are refused whose versions have been without a process for too long."""
+        asked = self._asked_versions()
+        self.versions.miss(asked, now_us)
+        for version in self.versions.refused(asked, now_us):
+            detail = self.versions.describe_missing(version)
+            for run in self.queue.remove_asked(version):
+                yield refusal(run, NOT_FOUND, "version", detail)
+            for batch_id, batch in self.in_flight.batches.items():
+                if batch.is_asked and batch.version == version and batch_id not in self._in_hand:
+                    yield Abandon(batch_id, batch.runs, detail)
 
     def _release(self, now_us: int) -> None:
         """Let delayed runs take part from now on, if their time has come."""
@@ -345,7 +504,11 @@ class Scheduler:
     def wake_at_us(self) -> int | None:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
         dispatch_us = self._dispatcher.wake_at_us(self._polled_us)
+        for dispatcher in self._of_versions.values():
+            dispatch_us = earlier(dispatch_us, dispatcher.wake_at_us(self._polled_us))
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
+        if self._has_asked:
+            wake_us = earlier(wake_us, self.versions.refused_from_us(self._asked_versions()))
         if self.queue.delayed.requests:
             wake_us = earlier(wake_us, self.queue.delayed.wake_at_us())
         withdrawals_us = self._withdrawals.due_us(self.queue.count)
@@ -356,7 +519,7 @@ class Scheduler:
     def earliest_dispatch_us(self) -> int:
         """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not
         before one settles."""
-        return self._dispatcher.earliest_dispatch_us(self._polled_us)
+        return min(one.earliest_dispatch_us(self._polled_us) for one in self._dispatchers)
 
 
 def earlier(at_us: int | None, other_us: int | None) -> int | None:

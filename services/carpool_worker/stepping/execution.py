@@ -100,7 +100,7 @@ class StepExecution:
         self.is_answered = 0 in execution.answered_before
         self.result: Result | None = None
         self.emitted_bytes = 0  # of the chunks that are not written
-        self.deaths_together = execution.batch.epoch - 1
+        self.deaths_together = execution.batch.epoch - 1 + execution.batch.redelivered
         self.has_passed = False  # it took its steps alone, which is to be recorded in Redis
         self._steps_alone = 0  # that are left
         self.reader = Reader(now_s)

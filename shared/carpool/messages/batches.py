@@ -22,6 +22,8 @@ class Dispatch(NamedTuple):
     (`expiration_action` is delay, or they were late already).
     `expected_us`: how long their execution is expected to take; 0 if that is unknown.
     `process`: of a bound model, the process that executes it; empty if it is any.
+    `version`: the version of the model whose workers execute it; empty if any do. `is_asked`: its requests
+    ask for that version, so no other one may execute them.
     """
 
     runs: list[Run]
@@ -30,6 +32,8 @@ class Dispatch(NamedTuple):
     undated: frozenset[Run] = frozenset()
     expected_us: int = 0
     process: str = ""
+    version: str = ""
+    is_asked: bool = False
 
     @property
     def size(self) -> int:
@@ -78,6 +82,7 @@ class BatchedRequest(NamedTuple):
     extra: Mapping[str, bytes] | None
     ticket: TicketRange | None = None
     sequence: SequencePart | None = None
+    version: str = ""  # that it asks for
 
 
 def tickets_of_each(run: Run | BatchedRun) -> Sequence[TicketRange | None]:
@@ -93,6 +98,8 @@ class Batch:
     effective settings that their worker needs (`ModelSettings.for_workers`). `process`: of a bound model, the
     one for which it was dispatched; empty for others. `max_execution_ms`, `max_result_bytes`,
     `max_batch_cost` and the limits of a process: those of the model.
+    `version` and `is_asked`: as of its Dispatch. `redelivered`: how often workers of a version had it, before
+    that had no worker any more, and it was given to others.
     `answered`: positions of requests that had results when it was dispatched, because they were sent again.
 
     A request's position is its place in the batch, counted over all runs, which do not change.
@@ -117,6 +124,9 @@ class Batch:
     max_batch_cost: int | None = None
     max_requests_per_process: int | None = None
     max_process_memory: int | None = None
+    version: str = ""
+    is_asked: bool = False
+    redelivered: int = 0
     first_positions: list[int] = field(init=False)  # the position of the first request of each run
     size: int = field(init=False)  # the number of requests
 
@@ -146,6 +156,7 @@ class Batch:
                 run.extra,
                 ticket,
                 run.sequence,
+                self.version if self.is_asked else "",
             )
             for run in self.runs
             for at, (correlation_id, ticket) in enumerate(

@@ -102,6 +102,7 @@ class Run:
     sequence: SequencePart | None = None  # then it is a run of one
     # How long it is delayed after its entry arrived; then `arrival_us` is the end of that time.
     not_before_ms: int = 0
+    version: str = ""  # of the model, which must execute it; empty if any may
     is_doubtful: bool = False  # the model is not expected to execute it (`learned.doubtful_producers`)
     waits_in: object | None = field(default=None, init=False, repr=False)  # the part of the queue
     is_late: bool = field(default=False, init=False, repr=False)  # expired, and served behind others
@@ -199,6 +200,7 @@ class Run:
             self.stream,
             self.sequence,
             self.not_before_ms,
+            self.version,
             self.is_doubtful,
         )
 

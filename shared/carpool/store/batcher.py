@@ -10,14 +10,16 @@ Why: docs/decisions/0020.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, filterfalse
 from typing import Any, Final, NamedTuple
 
 import msgpack
 
 from carpool.clock import RedisClock
-from carpool.keys import Keys
+from carpool.keys import WORKERS_GROUP, Keys, batch_id_of, batch_stream, entry_of_batch
 from carpool.messages.batches import Batch, Dispatch, tickets_of_each
 from carpool.messages.requests import Entry, Run
 from carpool.messages.results import UNANSWERED, Refusal, Result
@@ -25,8 +27,8 @@ from carpool.messages.sequences import KeptSequence, SequenceChange, SlotFreed
 from carpool.model_settings import MAX_RESULT_TTL_MS, ModelKind
 from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, change_args, group_list_args, list_args
-from carpool.store.connection import Argument, CommandError, Link, Script
-from carpool.store.directory import no_errors
+from carpool.store.connection import Argument, Command, CommandError, Link, Script
+from carpool.store.directory import no_errors, texts
 from carpool.store.reader import ENTRIES_MAX, mean_bytes
 from carpool.store.results import (
     DELIVER_IN_ORDER,
@@ -53,6 +55,8 @@ _DISPATCH: Final = Script(
 )
 _REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back", "sequence", "inbox", "statistics"))
 _MISSING: Final = Script("missing")
+_REASSIGN: Final = Script("reassign")
+_ABANDON: Final = Script("abandon")
 
 SOUGHT_KEYS_MAX: Final = 900  # of a dispatch; beyond these, what was sent again is executed again
 
@@ -65,6 +69,9 @@ ANSWERS_MAX: Final = 1000
 STATED_RANGES_MAX: Final = 1000  # except those of one entry
 ENTRIES_LOOKED_UP: Final = 500  # about 10 us each,
 BYTES_LOOKED_UP: Final = 1 << 20  # and about 2.5 ms for these
+_VERSION: Final = "version"  # a field of what a worker declares: see `wire.registration`
+_IN_HAND_MAX: Final = 100_000  # batches of one process that are looked up
+_COMMON_STREAM: Final = 2  # index in KEYS of dispatch.lua
 IN_FLIGHT_BYTES: Final = 2 << 20  # of batches in flight, about 1.5 ms; a single batch may have 64 MiB
 
 _FIELDS_KEPT: Final = ("next", "first", "last", "broken", "broken_at", "failed_at")
@@ -142,16 +149,26 @@ class BatcherStore:
         self.clock = clock or RedisClock()
         self.name = ""  # of the batcher, which must hold the lease to refuse requests; if empty, it need not
         self.kind = ModelKind.PLAIN  # if it has sequences, it must hold the lease to dispatch them, too
+        self.versions: Sequence[str] = ()  # that have batch streams of their own
 
     def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
         last = self._link.call("XREVRANGE", self.keys.settled, "+", "-", "COUNT", 1)
         return bytes(last[0][0]) if last else b"0-0"
 
+    @property
+    def _batch_streams(self) -> list[str]:
+        """All streams of batches: the common one first."""
+        return [self.keys.batches, *map(self.keys.batches_of, self.versions)]
+
     def batches_in_flight(self) -> Iterator[Batch]:
         """Every batch that is dispatched and not settled, read IN_FLIGHT_BYTES at a time."""
+        for stream in self._batch_streams:
+            yield from self._batches_in(stream)
+
+    def _batches_in(self, stream: str) -> Iterator[Batch]:
         after, count = b"0-0", 1
-        while entries := self._link.call("XRANGE", self.keys.batches, b"(" + after, "+", "COUNT", count):
+        while entries := self._link.call("XRANGE", stream, b"(" + after, "+", "COUNT", count):
             after = entries[-1][0]
             count = max(1, min(ENTRIES_MAX, IN_FLIGHT_BYTES // mean_bytes(entries)))
             for entry_id, flat in entries:
@@ -192,6 +209,58 @@ class BatcherStore:
         """The ID of the last entry of the request stream; None if it is empty."""
         last = self._link.call_truncated(0, "XREVRANGE", self.keys.requests, "+", "-", "COUNT", 1)
         return bytes(last[0][0]) if last else None
+
+    def missing_batches(self, batch_ids: Iterable[str]) -> set[str]:
+        """Which of these batches are no longer in their streams. O(their bytes)."""
+        by_stream: dict[str, list[str]] = {}
+        for batch_id in batch_ids:
+            by_stream.setdefault(batch_stream(self.keys, batch_id), []).append(batch_id)
+        missing: set[str] = set()
+        for stream, ids in by_stream.items():
+            gone = self.missing(stream, list(map(entry_of_batch, ids)))
+            missing.update(batch_id for batch_id in ids if entry_of_batch(batch_id) in gone)
+        return missing
+
+    def number_in_flight(self) -> int:
+        """How many batches are in the streams of versions."""
+        streams = self._batch_streams[1:]
+        return sum(no_errors(self._link.call_many(*[("XLEN", stream) for stream in streams])))
+
+    def versions_of_workers(self) -> dict[str, str]:
+        """By the name of each worker the version that it declares, '' if none. Some of these may be gone."""
+        found: dict[str, str] = {}
+        for name, text in texts(self._link.call("HGETALL", self.keys.declared)).items():
+            with suppress(ValueError):  # a user wrote the key
+                found[name] = str(dict(json.loads(text)).get(_VERSION, ""))
+        return found
+
+    def reassign(self, batch_id: str) -> str | None:
+        """Give a batch for a version to the workers of any version. Returns its new ID; None if it was
+        settled meanwhile."""
+        keys = self.keys
+        script_keys = [batch_stream(keys, batch_id), keys.batches, keys.progress(batch_id), keys.progress("")]
+        reply = self._link.run(_REASSIGN, script_keys, [entry_of_batch(batch_id)])
+        return None if reply is None else str(reply.decode())
+
+    def abandon(self, batch_id: str) -> None:
+        """Remove a batch for a version, all of whose requests were answered."""
+        script_keys = [batch_stream(self.keys, batch_id), self.keys.progress(batch_id)]
+        self._link.run(_ABANDON, script_keys, [entry_of_batch(batch_id)])
+
+    def batches_of_process(self, process: str) -> list[str]:
+        """The IDs of the batches that a model process has in hand, of all streams."""
+        look = ("-", "+", _IN_HAND_MAX, process)
+        commands: list[Command] = [
+            ("XPENDING", stream, WORKERS_GROUP, *look) for stream in self._batch_streams
+        ]
+        found: list[str] = []
+        for version, reply in zip(("", *self.versions), self._link.call_many(*commands), strict=True):
+            if isinstance(reply, CommandError):
+                if reply.code != "NOGROUP":
+                    raise reply
+                continue
+            found += [batch_id_of(entry_id.decode(), version) for entry_id, *_ in reply]
+        return found
 
     def missing(self, stream: str, entry_ids: Sequence[str]) -> set[str]:
         """Which of these entries are no longer in the stream. O(their bytes)."""
@@ -235,7 +304,7 @@ class BatcherStore:
         """
         first = release(self._link, self.keys)
         if first is not None and not is_known(first):
-            first = release(self._link, self.keys, free_lost=True)
+            first = release(self._link, self.keys, free_lost=[self.keys.requests, *self._batch_streams])
         return 0 if first is None else first.tickets
 
     def dispatch(
@@ -281,7 +350,9 @@ class BatcherStore:
 
         missing_ids = {entry_id.decode() for entry_id in missing}
         dispatched = [
-            Dispatched(batch_id.decode(), _without(dispatch, missing_ids)) if batch_id else None
+            Dispatched(batch_id_of(batch_id.decode(), dispatch.version), _without(dispatch, missing_ids))
+            if batch_id
+            else None
             for batch_id, dispatch in zip(batch_ids, dispatches, strict=True)
         ]
         changes = _changes_of(indexes, remaining, new_ids, missing_ids)
@@ -306,6 +377,11 @@ class BatcherStore:
             fields += ["tickets", tickets]
         if dispatch.lane:
             fields += ["lane", dispatch.lane]
+        stream = _COMMON_STREAM
+        if dispatch.version:
+            fields += ["version", dispatch.version]
+            fields += ["asked", 1] if dispatch.is_asked else []
+            stream = script_keys.index(self.keys.batches_of(dispatch.version))
         process, inbox = dispatch.process, 0
         if process:
             fields += ["process", process]
@@ -326,6 +402,7 @@ class BatcherStore:
             sought,
             process,
             inbox,
+            stream,
             *([[result_ttl_ms_max, *records]] if records else ()),
         ]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from carpool.clock import RedisClock
@@ -14,6 +15,7 @@ from carpool.keys import Keys, loading_key, models_key
 from carpool.process_names import worker_of
 from carpool.store.connection import Argument, CommandError, Link
 from carpool.wire.requests import arrival_of
+from carpool.wire.traffic import read_shares
 
 SETTLED_ENTRIES_MAX: Final = 10_000
 
@@ -27,7 +29,9 @@ class ModelSnapshot(NamedTuple):
     model_processes: list[str]  # whose lease runs
     registration: dict[str, str]
     overrides: dict[str, str]  # an operator's
-    draining: Sequence[str] = ()  # model processes of a bound model that begin no more sequences
+    draining: Sequence[str] = ()  # model processes that take no more batches, or begin no more sequences
+    versions: Sequence[str] = ()  # of the model, that have batch streams of their own
+    shares: Mapping[str, int] = MappingProxyType({})  # of the traffic, by version, in per cent
 
 
 class ProcessMemory(NamedTuple):
@@ -163,12 +167,14 @@ def snapshot_commands(keys: Keys) -> dict[str, tuple[Argument, ...]]:
         "registration": ("HGETALL", keys.registration),
         "overrides": ("HGETALL", keys.overrides),
         "draining": ("SMEMBERS", keys.draining),
+        "versions": ("SMEMBERS", keys.versions),
+        "shares": ("HGETALL", keys.shares),
     }
 
 
-# Where a user made one of these keys another type: results are not in order (lua/ordering/README.md), and no
-# process drains.
-_OF_WRONG_TYPE: Final[Mapping[str, Any]] = {"order": 0, "draining": ()}
+# Where a user made one of these keys another type: results are not in order (lua/ordering/README.md), no
+# process drains, and versions share the traffic as they come.
+_OF_WRONG_TYPE: Final[Mapping[str, Any]] = {"order": 0, "draining": (), "versions": (), "shares": ()}
 
 
 def read_snapshot(replies: Mapping[str, Any], now_ms: int) -> ModelSnapshot | CommandError:
@@ -187,6 +193,8 @@ def read_snapshot(replies: Mapping[str, Any], now_ms: int) -> ModelSnapshot | Co
         registration=texts(read["registration"]),
         overrides=texts(read["overrides"]),
         draining=[process.decode() for process in read["draining"]],
+        versions=sorted([version.decode() for version in read["versions"]]),
+        shares=read_shares(texts(read["shares"])) if read["shares"] else {},
     )
 
 

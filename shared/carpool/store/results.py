@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Self
 
 from carpool.errors import OK
-from carpool.keys import Keys
+from carpool.keys import Keys, batch_stream
 from carpool.messages.batches import Batch, BatchedRequest, tickets_of_each
 from carpool.messages.results import Result, ResultColumns, RunResults, state_of
 from carpool.messages.sequences import SequenceChange
@@ -139,7 +139,8 @@ def answer_ahead(
     Returns the positions that were written: the others had been answered. Raises FencedError if `owner` does
     not own the batch any more, and, without an owner, SettledError.
     """
-    script_keys = ScriptKeys(keys.batches, keys.progress(batch_id), keys.order, keys.tickets, keys.statistics)
+    stream = batch_stream(keys, batch_id)
+    script_keys = ScriptKeys(stream, keys.progress(batch_id), keys.order, keys.tickets, keys.statistics)
     args: list[Argument] = ["batcher", batch_id, "", ""] if owner is None else ["worker", batch_id, *owner]
     args += [result_ttl_ms, PROGRESS_TTL_MS, *(starting or ("", ""))]
     args += [executed.input_us, executed.compute_us, executed.output_us]
@@ -163,15 +164,15 @@ def answer_ahead(
     return set(positions)
 
 
-def release(link: Link, keys: Keys, *, free_lost: bool = False) -> FirstTicket | None:
+def release(link: Link, keys: Keys, *, free_lost: Sequence[str] = ()) -> FirstTicket | None:
     """Deliver the withheld results that have no unfinished ticket before them.
 
-    With `free_lost` also free the tickets of requests that were withdrawn by XDEL, or whose batch was deleted
-    by hand. Returns the ticket that is first in the order afterwards, None if none is left.
+    With `free_lost`, all streams of requests and batches, also free the tickets of requests that were
+    withdrawn by XDEL, or whose batch was deleted by hand. Returns the ticket that is first in the order
+    afterwards, None if none is left.
     """
-    streams = [keys.requests, keys.batches] if free_lost else []
     while True:
-        outcome, *first = link.run(RELEASE, [keys.order, keys.tickets, *streams], [])
+        outcome, *first = link.run(RELEASE, [keys.order, keys.tickets, *free_lost], [])
         if outcome == b"EMPTY":
             return None
         if outcome == b"FIRST":

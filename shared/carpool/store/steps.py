@@ -13,7 +13,7 @@ import msgpack
 
 from carpool.clock import RedisClock
 from carpool.errors import OK
-from carpool.keys import Keys
+from carpool.keys import Keys, batch_streams
 from carpool.messages.batches import Batch
 from carpool.messages.results import Chunk, DeadLetter, Result, state_of
 from carpool.messages.settled import Failures, Streamed
@@ -26,9 +26,9 @@ from carpool.store.worker import Progress
 from carpool.wire.batches import encode_dead_letter, encode_streamed, failures_fields
 from carpool.wire.results import encode_chunk, encode_chunk_envelope, encode_envelope, encode_result
 
-_STEP: Final = Script("step", after=("record", "deliver", "statistics"))
+_STEP: Final = Script("step", after=("ownership", "record", "deliver", "statistics"))
 _HAND_OVER: Final = Script("hand_over", after=("ownership",))
-_ARGS_BEFORE_FINALS: Final = 4  # of `step.lua`
+_ARGS_BEFORE_FINALS: Final = 5  # of `step.lua`
 _HANDED_OVER_IDLE_MS: Final = 7 * 24 * 3600 * 1000  # longer than any lease
 
 State = Literal["WRITTEN", "FENCED", "ANSWERED", "MISMATCH"]
@@ -82,9 +82,11 @@ class StepReply(NamedTuple):
 class StepStore:
     """A worker's connection to one stepping model, for one of its loops."""
 
-    def __init__(self, link: Link, keys: Keys, clock: RedisClock) -> None:
+    def __init__(self, link: Link, keys: Keys, clock: RedisClock, version: str = "") -> None:
+        """`version`: that of the worker's model, if it names one."""
         self._link = link
         self._keys = keys
+        self._streams = batch_streams(keys, version)
         self.clock = clock
 
     def write(self, consumer: str, writes: Sequence[StepWrite]) -> list[StepReply]:
@@ -97,7 +99,9 @@ class StepStore:
         finals: list[Argument] = []
         requests = [self._element(script_keys, finals, write) for write in writes]
         packed = msgpack.packb(requests, use_bin_type=False)  # Lua's cmsgpack does not know the type bin
-        args = [consumer, SETTLED_ENTRIES_MAX, DEAD_LETTERS_MAX, packed, *finals]
+        has_version = any(write.batch.version for write in writes)
+        of_version = script_keys.index(self._streams[-1]) if has_version else ""
+        args = [consumer, SETTLED_ENTRIES_MAX, DEAD_LETTERS_MAX, packed, of_version, *finals]
         replies = self._link.run(_STEP, script_keys.keys, args)
         pairs = zip(replies[::2], replies[1::2], strict=True)
         return [StepReply(_STATES[state], unread) for state, unread in pairs]
@@ -152,7 +156,7 @@ class StepStore:
         args: list[Argument] = [consumer, _HANDED_OVER_IDLE_MS]
         for batch_id, epoch in batches:
             args += [batch_id, epoch]
-        count: int = self._link.run(_HAND_OVER, [self._keys.batches], args)
+        count: int = self._link.run(_HAND_OVER, self._streams, args)
         return count
 
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Self
 
 from carpool.clock import RedisClock
 from carpool.errors import OK
-from carpool.keys import WORKERS_GROUP, Keys, models_key
+from carpool.keys import WORKERS_GROUP, Keys, batch_id_of, batch_stream, batch_streams, models_key
 from carpool.messages.batches import Batch
 from carpool.messages.results import DeadLetter, Result, RunResults
 from carpool.messages.sequences import SequenceChange
@@ -35,7 +35,7 @@ from carpool.wire.batches import decode_batch, encode_dead_letter, settled_field
 from carpool.wire.registration import OPTIONAL_FIELDS
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence", "statistics"))
-_RENEW: Final = Script("renew")
+_RENEW: Final = Script("renew", after=("ownership",))
 _RECLAIM: Final = Script("reclaim")
 _JOIN: Final = Script("join")
 _LEAVE: Final = Script("leave")
@@ -109,10 +109,19 @@ class WorkerStore:
         self.keys = keys
         self.clock = clock or RedisClock()
         self._batches = keys.batches
-        self._commit_keys = (
-            (keys.batches, keys.settled),
-            (keys.dead, keys.order, keys.tickets, keys.statistics),
-        )
+        self._last_commit_keys = (keys.dead, keys.order, keys.tickets, keys.statistics)
+        self.version = ""
+
+    @property
+    def version(self) -> str:
+        """The version of the worker's model: it takes the batches of any version, and those of this one."""
+        return self._version
+
+    @version.setter
+    def version(self, version: str) -> None:
+        self._version = version
+        self._streams = batch_streams(self.keys, version)
+        self._fetched = (*self._streams, *[">"] * len(self._streams))
 
     @property
     def declarations(self) -> Declarations:
@@ -130,7 +139,8 @@ class WorkerStore:
             self._link.call("HDEL", self.keys.registration, *undeclared)
         replies = self._link.call_many(
             ("HSET", self.keys.registration, *fields),
-            ("XGROUP", "CREATE", self.keys.batches, WORKERS_GROUP, "0", "MKSTREAM"),
+            *[("XGROUP", "CREATE", stream, WORKERS_GROUP, "0", "MKSTREAM") for stream in self._streams],
+            *([("SADD", self.keys.versions, self._version)] if self._version else ()),
         )
         no_errors([reply for reply in replies if getattr(reply, "code", "") != "BUSYGROUP"])
         names = models_key(self.keys.prefix)
@@ -149,21 +159,21 @@ class WorkerStore:
 
     def join(self, consumer: str, lease_ms: int) -> None:
         """A model process is ready for batches."""
-        keys = [self.keys.workers, self.keys.batches, self.keys.settled]
+        keys = [self.keys.workers, self.keys.settled, *self._streams]
         self._link.run(_JOIN, keys, [consumer, lease_ms, SETTLED_ENTRIES_MAX])
 
     def leave(self, consumer: str) -> None:
         """A model process takes no more batches."""
-        keys = [self.keys.workers, self.keys.batches, self.keys.settled]
+        keys = [self.keys.workers, self.keys.settled, *self._streams]
         self._link.run(_LEAVE, keys, [consumer, SETTLED_ENTRIES_MAX])
 
     def start_fetch(self, consumer: str, block_ms: int | None, count: int = 1) -> None:
-        """Ask for the next batches, at most `count`, for which Redis waits up to `block_ms`; None: not at
-        all. Until `finish_fetch`, nothing else may be called."""
+        """Ask for the next batches, at most `count` of any version and as many of the worker's own, for which
+        Redis waits up to `block_ms`; None: not at all. Until `finish_fetch`, nothing else may be called."""
         block: list[Argument] = [] if block_ms is None else ["BLOCK", block_ms]
         self._link.send(
             "XREADGROUP", "GROUP", WORKERS_GROUP, consumer, "COUNT", count, *block,
-            "STREAMS", self._batches, ">",
+            "STREAMS", *self._fetched,
         )  # fmt: skip
         self._link.expect_reply((block_ms or 0) / 1000)
 
@@ -173,8 +183,9 @@ class WorkerStore:
         Raises CommandError with the code NOGROUP if Redis was emptied: register again.
         """
         reply = self._link.receive()
-        entries = reply[0][1] if reply else ()
-        return [decode_batch(entry_id, flat, epoch=1) for entry_id, flat in entries]
+        return [
+            decode_batch(entry_id, flat, epoch=1) for _, entries in reply or () for entry_id, flat in entries
+        ]
 
     @property
     def descriptor(self) -> int | None:
@@ -187,7 +198,8 @@ class WorkerStore:
 
     def reclaim(self, consumer: str, lease_ms: int) -> Reclaimed | None:
         """Take over a batch whose owner's lease ran out, if there is one."""
-        reply = self._link.run(_RECLAIM, [self.keys.batches, self.keys.progress("")], [consumer, lease_ms])
+        keys = [self.keys.progress(""), *self._streams]
+        reply = self._link.run(_RECLAIM, keys, [consumer, lease_ms, batch_id_of("", self._version)])
         if reply is None:
             return None
         entry_id, flat, epoch, progress = reply
@@ -256,7 +268,7 @@ class WorkerStore:
         args: list[Argument] = [consumer, lease_ms, "1" if revive else ""]
         for batch_id, epoch in batches:
             args += [batch_id, epoch]
-        keys = [self.keys.workers, self.keys.batches, self.keys.registration]
+        keys = [self.keys.workers, self.keys.batches, self.keys.registration, *self._streams[1:]]
         registered, had_lease, live, *lost = self._link.run(_RENEW, keys, args)
         return Renewal(bool(registered), bool(had_lease), live, {batch_id.decode() for batch_id in lost})
 
@@ -315,8 +327,8 @@ class WorkerStore:
         nothing was written, and the caller commits again. Raises FencedError.
         """
         keys = self.keys
-        first_keys, last_keys = self._commit_keys
-        script_keys = ScriptKeys(*first_keys, keys.progress(batch.id), *last_keys)
+        stream = batch_stream(keys, batch.id) if batch.version else self._batches
+        script_keys = ScriptKeys(stream, keys.settled, keys.progress(batch.id), *self._last_commit_keys)
         left_out: set[int] = set()
         if len(results) + sum([len(of_run.positions) for of_run in run_results]) < batch.size:
             left_out = set(range(batch.size)) - results.keys()

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgpack
 
+from carpool.keys import batch_id_of
 from carpool.messages.batches import Batch, BatchedRun, Dispatch
 from carpool.messages.requests import PRIORITY_DEFAULT, SequencePart
 from carpool.messages.results import DeadLetter, KeptDeadLetter
@@ -97,8 +98,9 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         runs = [run for run in runs if run.entry_id not in entry_ids]
     settings = raw.get(b"settings", b"")
     of_model = _settings_of_batch(settings)
+    version = raw[b"version"].decode() if b"version" in raw else ""
     batch = Batch(
-        entry_id.decode(),
+        batch_id_of(entry_id.decode(), version) if version else entry_id.decode(),
         epoch,
         runs,
         raw.get(b"reason", b"").decode(),
@@ -116,6 +118,10 @@ def decode_batch(entry_id: bytes, flat: Sequence[bytes], epoch: int) -> Batch:
         max_requests_per_process=of_model.max_requests_per_process,
         max_process_memory=of_model.max_process_memory,
     )
+    if version:
+        batch.version, batch.is_asked = version, b"asked" in raw
+    elif b"redelivered" in raw:
+        batch.redelivered = int(raw[b"redelivered"])
     if b"answered" in raw:
         batch.answered = _positions_in_lists(batch, frozenset(raw[b"answered"].decode().split()))
     return batch
@@ -241,6 +247,8 @@ def encode_dead_letter(letter: DeadLetter) -> list[str | bytes | int]:
         flat += ["reply_to", request.reply_to]
     if request.sequence is not None:
         flat += _sequence_fields(request.sequence)
+    if request.version:
+        flat += ["version", request.version]
     for name, value in (request.extra or {}).items():
         flat += [name, value]
     return [*flat, "reason", letter.reason, "attempts", letter.attempts, "entry_id", request.entry_id]

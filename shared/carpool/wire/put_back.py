@@ -71,6 +71,8 @@ def _attributes_of(run: Run) -> Fields:
         attributes["stream"] = 1
     if run.lane:
         attributes["lane"] = run.lane
+    if run.version:
+        attributes["version"] = run.version
     if run.deadline_us is not None:
         after_us = run.deadline_us - run.arrival_us
         # More than `not_before`, also where it expired before that: an entry put back must not be malformed.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from carpool.errors import CarpoolError, InvalidArgumentError
-from carpool.keys import CORRELATION_ID
+from carpool.keys import CORRELATION_ID, MODEL_VERSION
 from carpool.messages.requests import JSON
 from carpool.wire.content_types import ACCEPT, canonical, checked
 
@@ -41,6 +41,7 @@ PRODUCER_FIELDS: Final = frozenset(
         "cost",
         "reply_columns",
         "stream",
+        "version",
         *SEQUENCE_FIELDS,
         "requests",
         "withdraw",
@@ -141,6 +142,16 @@ def read_lane(raw: Fields) -> str:
     value = read_text(raw, "lane")
     if len(value) > MAX_LANE_CHARS:
         raise InvalidArgumentError(f"lane: {len(value)} characters; at most {MAX_LANE_CHARS} are allowed")
+    return value
+
+
+def read_version(raw: Fields) -> str:
+    """The version of the model that is asked for; the field must be present."""
+    value = read_text(raw, "version")
+    if not MODEL_VERSION.fullmatch(value):
+        raise InvalidArgumentError(
+            "version: must have 1 to 128 characters: letters, digits, '.', '_', ':', '+', '-'"
+        )
     return value
 
 

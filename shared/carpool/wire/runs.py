@@ -31,6 +31,7 @@ from carpool.wire.request_fields import (
     read_name,
     read_valid_content_type,
     read_valid_name,
+    read_version,
 )
 from carpool.wire.sequence_fields import Decoded, read_sequence, read_valid_sequence
 
@@ -81,6 +82,8 @@ def decode_attributes(run: Run, raw: Fields, settings: ModelSettings) -> None:
         run.priority = read_integer(raw, "priority", PRIORITY_DEFAULT, 0, PRIORITY_LEVELS - 1)
         run.cost = read_integer(raw, "cost", 1, 0, MAX_COST)
         run.lane = read_lane(raw)
+        if "version" in raw:
+            run.version = read_version(raw)
         if "expiration" in raw:
             asked_ms = read_integer(raw, "expiration", 0, 1, MAX_EXPIRATION_MS)
         if not raw.keys() <= CARPOOL_FIELDS:

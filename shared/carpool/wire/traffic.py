@@ -130,6 +130,13 @@ class Division:
     def __bool__(self) -> bool:
         return bool(self.versions)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether each name gets the same version."""
+        return isinstance(other, Division) and (self.versions, self._ends) == (other.versions, other._ends)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.versions), tuple(self._ends)))
+
     def version_of(self, name: str) -> str:
         """The version that the request, or the sequence, of this name gets. About 1 us."""
         if len(self.versions) == 1:

@@ -33,7 +33,7 @@ from carpool.messages.sequences import KeptSequence
 from carpool_batcher.core.sequences.followers import Followers
 from carpool_batcher.core.sequences.heads import Decided, Heads
 from carpool_batcher.core.sequences.known import Break, KnownSequences
-from carpool_batcher.core.sequences.processes import Space, lane_of_process
+from carpool_batcher.core.sequences.processes import Processes, Space, lane_of_process
 from carpool_batcher.core.sequences.sequence import (
     OneSequence,
     aborted,
@@ -305,6 +305,11 @@ class Sequences:
         return "the start of its sequence"
 
     # --- model processes -----------------------------------------------------------------------------------
+
+    @property
+    def are_bound(self) -> bool:
+        """Whether each stays with one model process."""
+        return isinstance(self.space, Processes)
 
     def lane_name(self, run: Run) -> str:
         """The name, in the queue, of the lane of a head."""

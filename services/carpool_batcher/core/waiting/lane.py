@@ -19,6 +19,27 @@ from carpool_batcher.core.waiting.fairness import FairQueue, RunPart, Turns, Tur
 
 NEVER_US: Final = 1 << 62
 
+# In the names of lanes that are for one version, between the lane that producers named and the version: a
+# lone surrogate, which no UTF-8 has.
+_OF_VERSION: Final = "\udc00"
+
+
+def lane_of_version(lane: str, version: str, *, is_asked: bool) -> str:
+    """The name, in the queue, of a lane whose requests one version is to execute: they ask for it, or its
+    share of the traffic has them."""
+    return f"{lane}{_OF_VERSION}{'?' if is_asked else '%'}{version}"
+
+
+def version_of_lane(name: str) -> str:
+    """The version that is to execute the requests of a lane; '' if any may."""
+    _, marked, version = name.rpartition(_OF_VERSION)
+    return version[1:] if marked else ""
+
+
+def is_lane_asked(name: str) -> bool:
+    """Whether the requests of a lane ask for a version."""
+    return f"{_OF_VERSION}?" in name
+
 
 class DueIndex:
     """The earliest due time of the runs in it. Those that no longer wait are skipped lazily.
@@ -80,7 +101,8 @@ class Lane:
     `insert` of one that was put back; `waiting.fairness` has the cost with more tenants.
 
     `name` is unique in the queue; `label` is the lane that producers named. They differ where `process` is to
-    execute its requests, of a bound model. `turns` are those of tenants in all lanes of the model.
+    execute its requests, of a bound model, or `version` is, for which they ask or not (`is_asked`). `turns`
+    are those of tenants in all lanes of the model.
 
     `count`, `cost` and `bytes` are totals over all requests. `doubtful`: how many of them the model is not
     expected to execute (`learned.doubtful_producers`). `urgent`: runs that must be dispatched now to
@@ -96,10 +118,12 @@ class Lane:
         "cost",
         "count",
         "doubtful",
+        "is_asked",
         "label",
         "name",
         "process",
         "urgent",
+        "version",
     )
 
     def __init__(
@@ -108,6 +132,8 @@ class Lane:
         self.name = name
         self.label = name if label is None else label
         self.process = process
+        self.version = version_of_lane(name)
+        self.is_asked = is_lane_asked(name)
         self.count = 0
         self.doubtful = 0
         self.cost = 0

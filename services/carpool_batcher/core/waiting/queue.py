@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from typing import NamedTuple
+from itertools import chain, groupby
+from typing import NamedTuple, Protocol
 
 from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.messages.requests import PRIORITY_LEVELS, Run
@@ -25,11 +25,27 @@ from carpool_batcher.core.waiting.batch_space import bytes_of, sizes_bytes
 from carpool_batcher.core.waiting.copies_index import BodiesInUse, WaitingIds, repeated_in
 from carpool_batcher.core.waiting.delayed import DelayedRuns
 from carpool_batcher.core.waiting.fairness import RunPart, Turns, TurnsByRank
-from carpool_batcher.core.waiting.lane import Lane, PoppedBatch
+from carpool_batcher.core.waiting.lane import (
+    Lane,
+    PoppedBatch,
+    is_lane_asked,
+    lane_of_version,
+    version_of_lane,
+)
 from carpool_batcher.core.waiting.withdrawals import ArrivedLater
 
 _Pop = Callable[[BatchLimits, Shares], PoppedBatch]
 _IsCopy = Callable[[tuple[str | None, str]], bool]
+
+
+class Division(Protocol):
+    """Which version is to execute a request that asks for none (`carpool.wire.traffic`)."""
+
+    def __bool__(self) -> bool:
+        """Whether versions have shares; if not, any of them executes it."""
+
+    def version_of(self, name: str) -> str:
+        """By its correlation ID, or the ID of its sequence."""
 
 
 class _Limit(NamedTuple):
@@ -49,7 +65,8 @@ class Queue:
     changed since the Dispatcher last looked, which empties it. Of a bound model, the heads of the sequences
     of each process are in lanes of their own. `delayed` has the runs that are in no lane yet, because their
     producers put them off; they count, too. `ids` says which requests wait twice, and `bodies` has the names
-    of stored bodies. `turns` are those of tenants, by rank, over all lanes.
+    of stored bodies. `division` says which version is to execute the requests that ask for none.
+    `turns` are those of tenants, by rank, over all lanes.
     """
 
     def __init__(self, applied: AppliedSettings, sequences: Sequences) -> None:
@@ -67,6 +84,8 @@ class Queue:
         self._count_by_priority = [0] * PRIORITY_LEVELS
         self._sequences = sequences
         self._lanes_of: dict[str, set[str]] = {}  # the names of lanes by process, of a bound model
+        self.division: Division | None = None
+        self.asked_lanes: dict[str, set[str]] = {}  # the names of lanes by the version that they ask for
 
     def runs(self) -> Iterator[Run]:
         """All waiting runs."""
@@ -124,7 +143,8 @@ class Queue:
             if is_delayed:
                 self.delayed.add(run)
             else:
-                self._enter_lane(run, run.lane, size_bytes)
+                name = self._lane_name(run) if run.version or self.division else run.lane
+                self._enter_lane(run, name, size_bytes)
             self.ids.add(run)
         count = len(run.correlation_ids)
         self.count += count
@@ -140,8 +160,61 @@ class Queue:
         """Let the delayed runs whose time has come enter their lanes, and return them."""
         released = self.delayed.due(now_us)
         for run in released:
-            self._enter_lane(run, run.lane, bytes_of(run))
+            self._enter_lane(run, self._lane_name(run), bytes_of(run))
         return released
+
+    def _lane_name(self, run: Run) -> str:
+        """The name of the lane that a run enters. Of a run that is divided among versions, all requests are
+        for the version of the first."""
+        if run.sequence is not None and self._sequences.are_bound:
+            return self._sequences.lane_name(run)
+        if run.version:
+            return lane_of_version(run.lane, run.version, is_asked=True)
+        if not self.division:
+            return run.lane
+        name = run.correlation_ids[0] if run.sequence is None else run.sequence.sequence_id
+        return lane_of_version(run.lane, self.division.version_of(name), is_asked=False)
+
+    def divide(self, run: Run, *, in_order: bool) -> list[Run]:
+        """A run that is about to wait, as runs of which each is for one version. `in_order`: their requests
+        stay in the order of the run; else there is one run for each version."""
+        if not self.division or run.version or run.sequence is not None or len(run.correlation_ids) == 1:
+            return [run]
+        versions = list(map(self.division.version_of, run.correlation_ids))
+        if in_order:
+            lengths = [len(list(group)) for _, group in groupby(versions)]
+            return [*[run.cut(length) for length in lengths[:-1]], run]
+        parts: list[Run] = []
+        for version in sorted(set(versions))[1:]:
+            parts.append(run.take([at for at, one in enumerate(versions) if one == version]))
+            versions = [one for one in versions if one != version]
+        return [*parts, run]
+
+    def divide_again(self) -> list[Run]:
+        """The division changed: the requests in lanes that ask for no version enter those of their versions.
+        Returns their runs. O(all waiting)."""
+        moved: list[Run] = []
+        for lane in [lane for lane in self.lanes.values() if lane.count and not lane.is_asked]:
+            for run in list(lane):
+                lane.remove(run, bytes_of(run))
+                if run.sequence is None:
+                    self.ids.remove((run,))
+                for part in self.divide(run, in_order=run.tickets is not None):
+                    self._enter_lane(part, self._lane_name(part), bytes_of(part))
+                    if part.sequence is None:
+                        self.ids.add(part)
+                    moved.append(part)
+            if not lane.count:
+                self._drop_if_empty(lane)
+        return moved
+
+    def remove_asked(self, version: str) -> list[Run]:
+        """Remove the requests in lanes that ask for this version, and return them."""
+        names = list(self.asked_lanes.get(version, ()))
+        runs = [run for name in names for run in self.lanes[name]]
+        for run in runs:
+            self.remove(run)
+        return runs
 
     def _enter_lane(self, run: Run, name: str, size_bytes: int) -> None:
         lane = self.lanes.get(name)
@@ -153,6 +226,10 @@ class Queue:
     def _new_lane(self, run: Run, name: str) -> Lane:
         if name == run.lane:
             return Lane(name, turns=self.turns)
+        if version := version_of_lane(name):
+            if is_lane_asked(name):
+                self.asked_lanes.setdefault(version, set()).add(name)
+            return Lane(name, run.lane, turns=self.turns)
         process = self._sequences.process_of(run)
         self._lanes_of.setdefault(process, set()).add(name)
         return Lane(name, run.lane, process, self.turns)
@@ -239,7 +316,8 @@ class Queue:
 
     def awaited(self, run: Run) -> str:
         """What a waiting run waits for, other than its batch, to tell its producer; '' if for nothing."""
-        return "" if run.sequence is None else self._sequences.awaited(run)
+        awaited = "" if run.sequence is None else self._sequences.awaited(run)
+        return awaited or (f"a worker of version {run.version}" if run.version else "")
 
     def remove(self, run: Run) -> None:
         """Remove a run. It must be waiting. If it is part of a sequence, that is broken."""
@@ -340,6 +418,11 @@ class Queue:
         if lane.count or not lane.name:
             return
         del self.lanes[lane.name]  # producers choose the names: empty lanes would pile up
+        if lane.is_asked:
+            names = self.asked_lanes[lane.version]
+            names.remove(lane.name)
+            if not names:
+                del self.asked_lanes[lane.version]
         if lane.process:
             names = self._lanes_of[lane.process]
             names.remove(lane.name)
@@ -351,7 +434,7 @@ class Queue:
     def apply(self, decided: Decided) -> None:
         """Followers became heads of their sequences, or do not wait any more."""
         for run in decided.heads:
-            self._enter_lane(run, self._sequences.lane_name(run), bytes_of(run))
+            self._enter_lane(run, self._lane_name(run), bytes_of(run))
         for refused in decided.refusals:
             if refused.run is not None:
                 self._count_removed(refused.run, bytes_of(refused.run))

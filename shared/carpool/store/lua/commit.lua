@@ -4,7 +4,7 @@
 -- A request that was answered ahead of the commit (see answer.lua) must not get a second result. If the caller did not
 -- leave all of these out, nothing is written: the reply names them, and the caller commits again without them.
 --
--- KEYS  1 batches   2 settled   3 progress of this batch   4 dead   5 order   6 tickets   7 statistics
+-- KEYS  1 the stream of this batch   2 settled   3 progress of this batch   4 dead   5 order   6 tickets   7 statistics
 --       8.. the keys of results and of stored bodies
 -- ARGV  1 consumer  2 batch ID  3 epoch  4 result TTL (ms)  5 number of requests  6 execution time (us)
 --       7 number of requests executed together  8 time that the batch waited for a model process (us)
@@ -50,8 +50,8 @@ if #answered > 1 then return answered end
 -- From here on no command may raise, because what was written before it would stay. So writes to keys that may have
 -- another type use pcall, and such a key gets nothing. XACK is first because Redis allows it when memory is full:
 -- see deliver.lua.
-redis.call('XACK', KEYS[1], 'workers', ARGV[2])
-redis.call('XDEL', KEYS[1], ARGV[2])
+redis.call('XACK', KEYS[1], 'workers', entry_of(ARGV[2]))
+redis.call('XDEL', KEYS[1], entry_of(ARGV[2]))
 if #progress > 0 then redis.call('DEL', KEYS[3]) end
 for _ = 1, tonumber(take()) do redis.pcall('UNLINK', KEYS[tonumber(take())]) end
 local now = redis.call('TIME')  -- a batcher may read the entry later

@@ -17,7 +17,10 @@
 -- A batch of a bound model is for one process, which is told so in its inbox. It names the process, so that a worker
 -- puts it into the pending list of that (see assign.lua): a batcher may not fetch batches.
 --
--- KEYS  1 requests   2 batches   3 tickets   4 order   5 batcher and 6 workers, if ARGV[2] is not ''   .. inboxes
+-- A batch that is for one version of the model is added to the stream of that version.
+--
+-- KEYS  1 requests   2 batches   3 tickets   4 order   5 batcher and 6 workers, if ARGV[2] is not ''
+--       .. inboxes, streams of versions
 -- ARGV  1 entries to put into the order, '' if none
 --       2 of a model with sequences the name of this batcher, else ''
 --       3.. list of the processes of a bound model that execute these batches
@@ -29,7 +32,8 @@
 --       1 indexes of its entries  2 its other fields and their values
 --       3 requests that may have been sent again: for each the index in KEYS of its result, and its correlation ID
 --       4 the process that executes it, '' if it is any  5 index in KEYS of the inbox of that process
---       6 absent, or for requests that have records (record.lua): how long the model keeps a result at most (ms), then
+--       6 index in KEYS of the stream that it is added to
+--       7 absent, or for requests that have records (record.lua): how long the model keeps a result at most (ms), then
 --         for each the index of its entry, and the index in KEYS of the record
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written
 --       | 'PROCESS_LEFT' if one of these processes has left: nothing was written. Else
@@ -68,7 +72,7 @@ for p = 1, tonumber(take()) do
   end
 end
 
-local ENTRIES, FIELDS, PERHAPS_ANSWERED, PROCESS, INBOX, RECORDS = 1, 2, 3, 4, 5, 6
+local ENTRIES, FIELDS, PERHAPS_ANSWERED, PROCESS, INBOX, STREAM, RECORDS = 1, 2, 3, 4, 5, 6, 7
 local batch_ids, is_answered = {}, answered_reader()
 for b, batch in ipairs(cmsgpack.unpack(take())) do
   local entries, fields, sought = batch[ENTRIES], batch[FIELDS], batch[PERHAPS_ANSWERED]
@@ -92,7 +96,7 @@ for b, batch in ipairs(cmsgpack.unpack(take())) do
       fields[#fields + 1] = 'gone'
       fields[#fields + 1] = table.concat(missing_here, ' ')
     end
-    batch_ids[b] = redis.call('XADD', KEYS[2], '*', unpack(fields))
+    batch_ids[b] = redis.call('XADD', KEYS[batch[STREAM]], '*', unpack(fields))
     if batch[PROCESS] ~= '' then tell_process(KEYS[batch[INBOX]], 'batch', batch_ids[b]) end
   end
   local records = batch[RECORDS] or {}

@@ -2,7 +2,7 @@
 -- XCLAIM alone would take back a batch that another worker reclaimed, so owner and epoch are checked first. With
 -- JUSTID it does not raise the delivery count, which is the epoch.
 --
--- KEYS  1 workers   2 batches   3 the model's registration
+-- KEYS  1 workers   2 batches   3 the model's registration   4 the stream of the worker's version, if it has one
 -- ARGV  1 consumer  2 lease (ms)  3 '1' to renew a lease that ran out, too, else ''  4.. batch ID and epoch of each
 --       batch
 -- Returns { 1 if the model is registered, 0 if not (such as after Redis was emptied); 1 if the process had a lease, 0
@@ -21,10 +21,12 @@ if had_lease or ARGV[3] ~= '' then redis.call('ZADD', KEYS[1], now_ms + tonumber
 local live = redis.call('ZCOUNT', KEYS[1], now_ms, '+inf')
 local reply = { redis.call('EXISTS', KEYS[3]), had_lease and 1 or 0, live }
 for i = 4, #ARGV, 2 do
-  local pending = redis.pcall('XPENDING', KEYS[2], 'workers', ARGV[i], ARGV[i], 1)
+  local id = entry_of(ARGV[i])
+  local stream = id == ARGV[i] and KEYS[2] or KEYS[4]
+  local pending = redis.pcall('XPENDING', stream, 'workers', id, id, 1)
   local owner = not pending.err and pending[1]
   if owner and owner[2] == ARGV[1] and owner[4] == tonumber(ARGV[i + 1]) then
-    redis.call('XCLAIM', KEYS[2], 'workers', ARGV[1], 0, ARGV[i], 'JUSTID')
+    redis.call('XCLAIM', stream, 'workers', ARGV[1], 0, id, 'JUSTID')
   else
     reply[#reply + 1] = ARGV[i]
   end

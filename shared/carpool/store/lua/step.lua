@@ -14,7 +14,8 @@
 --
 -- KEYS  1 batches   2 settled   3 dead   4 progress prefix (the key of batch ID ''; the ID is appended)
 --       5 statistics   6.. lists and reply streams, stored bodies
--- ARGV  1 consumer  2 maximum length of `settled`, 3 of `dead`  4 requests, a msgpack array  5.. final envelopes
+-- ARGV  1 consumer  2 maximum length of `settled`, 3 of `dead`  4 requests, a msgpack array  5 index in
+--       KEYS of the stream of the worker's version, '' if no request is in it  6.. final envelopes
 -- A request is an array:
 --       1 batch ID  2 epoch  3 index in KEYS of its list or reply stream  4 kind: see deliver.lua  5 result TTL
 --       (ms)
@@ -46,14 +47,20 @@ local TTL, COMPUTE_US, WAITED_US, BODIES, PASSED, FINAL, STREAMED, DEAD = 9, 10,
 local FAILED, TOTAL_US, QUEUE_US = 17, 18, 19
 local requests = cmsgpack.unpack(ARGV[4])
 
-local epochs = {}  -- of the batches that the consumer owns, by ID
-for _, pending in ipairs(redis.call('XPENDING', KEYS[1], 'workers', '-', '+', 1000000, ARGV[1])) do
-  epochs[pending[1]] = pending[4]
+local of_version = KEYS[tonumber(ARGV[5])]
+local function stream_of(batch_id) return entry_of(batch_id) == batch_id and KEYS[1] or of_version end
+
+local epochs = {}  -- of the batches that the consumer owns, by stream and entry ID
+for _, stream in ipairs({ KEYS[1], of_version }) do
+  epochs[stream] = {}
+  for _, pending in ipairs(redis.call('XPENDING', stream, 'workers', '-', '+', 1000000, ARGV[1])) do
+    epochs[stream][pending[1]] = pending[4]
+  end
 end
 
 -- The state of a request before anything is written, and whether its chunks were written by an earlier call.
 local function look(id, epoch, written, added)
-  if epochs[id] ~= epoch then return 'FENCED' end
+  if epochs[stream_of(id)][entry_of(id)] ~= epoch then return 'FENCED' end
   local progress = redis.call('HMGET', KEYS[4] .. id, 'answered:0', 'chunks')
   if progress[1] then return 'ANSWERED' end
   local chunks = tonumber(progress[2] or 0)
@@ -120,8 +127,8 @@ end
 
 local function settle(request, streamed)
   local id = request[ID]
-  redis.call('XACK', KEYS[1], 'workers', id)
-  redis.call('XDEL', KEYS[1], id)
+  redis.call('XACK', stream_of(id), 'workers', entry_of(id))
+  redis.call('XDEL', stream_of(id), entry_of(id))
   redis.call('DEL', KEYS[4] .. id)
   for _, body in ipairs(request[BODIES]) do redis.pcall('UNLINK', KEYS[body]) end
   if not settled_us then

@@ -2,7 +2,7 @@
 -- order. A ticket is lost if its request's entry was deleted by XDEL, or its batch by hand: no result will ever come,
 -- and the results behind it would be withheld for ever.
 --
--- KEYS  1 order   2 tickets; to free lost tickets also 3 requests   4 batches
+-- KEYS  1 order   2 tickets; to free lost tickets also 3 requests   4.. batches, streams of versions
 -- Returns { 'MORE' }   there is more to do: run it again
 --       | { 'EMPTY' }  no tickets are left
 --       | { 'FIRST', number of tickets, entry and position of the first one, ID of the entry in which its request is
@@ -17,21 +17,24 @@ if release(KEYS[1], KEYS[2], {}) then return { 'MORE' } end
 
 -- The tickets of all batches, as a function: whether a ticket is in flight.
 local function read_batches()
-  local ranges, start = {}, '-'
-  repeat
-    local batches = redis.call('XRANGE', KEYS[4], start, '+', 'COUNT', 16)
-    for _, batch in ipairs(batches) do
-      local fields = {}
-      for f = 1, #batch[2], 2 do fields[batch[2][f]] = batch[2][f + 1] end
-      local gone = ' ' .. (fields.gone or '') .. ' '
-      for _, run in pairs(fields.tickets and cmsgpack.unpack(fields.tickets) or {}) do
-        if not string.find(gone, ' ' .. run[1] .. ' ', 1, true) then
-          for r = 2, #run do ranges[#ranges + 1] = run[r] end
+  local ranges = {}
+  for k = 4, #KEYS do
+    local start = '-'
+    repeat
+      local batches = redis.call('XRANGE', KEYS[k], start, '+', 'COUNT', 16)
+      for _, batch in ipairs(batches) do
+        local fields = {}
+        for f = 1, #batch[2], 2 do fields[batch[2][f]] = batch[2][f + 1] end
+        local gone = ' ' .. (fields.gone or '') .. ' '
+        for _, run in pairs(fields.tickets and cmsgpack.unpack(fields.tickets) or {}) do
+          if not string.find(gone, ' ' .. run[1] .. ' ', 1, true) then
+            for r = 2, #run do ranges[#ranges + 1] = run[r] end
+          end
         end
+        start = '(' .. batch[1]
       end
-      start = '(' .. batch[1]
-    end
-  until #batches == 0
+    until #batches == 0
+  end
   return function(entry, position)
     for _, range in ipairs(ranges) do
       if range[1] == entry and range[2] <= position and position < range[2] + range[3] then return true end

@@ -1,0 +1,68 @@
+"""The versions of a model: which have processes, and what becomes of requests for one that has none.
+
+1. A request that asks for a version is executed by that version only. If no process of it is there, but
+others
+   of the model are, the request waits VERSION_AWAITED_US for one: a worker may be about to replace another.
+   The time counts from when the version was missed first, so requests that come later are refused at once.
+2. While the model has no process at all, requests wait, whatever they ask for.
+3. Of a batch in flight that asks for a version the same holds, unless a process that drains has it in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final
+
+VERSION_AWAITED_US: Final = 5_000_000  # about as long as the lease of a worker
+MISSED_MAX: Final = 1000  # versions that are remembered to be missing
+
+
+class Versions:
+    """`processes`: how many take batches, by version, which is '' for those that name none."""
+
+    def __init__(self) -> None:
+        self.processes: Mapping[str, int] = {}
+        self._missing_since_us: dict[str, int] = {}  # of versions that requests ask for
+
+    def set_processes(self, processes: Mapping[str, int], now_us: int) -> None:
+        """These versions have this number of processes, at least one each."""
+        had_any, self.processes = bool(self.processes), processes
+        for version in self._missing_since_us.keys() & processes.keys():
+            del self._missing_since_us[version]
+        if not had_any:
+            self._missing_since_us = dict.fromkeys(self._missing_since_us, now_us)
+
+    def miss(self, versions: Iterable[str], now_us: int) -> None:
+        """Requests that wait, or are in flight, ask for these versions."""
+        for version in versions:
+            if version not in self.processes and version not in self._missing_since_us:
+                if len(self._missing_since_us) >= MISSED_MAX:
+                    del self._missing_since_us[next(iter(self._missing_since_us))]
+                self._missing_since_us[version] = now_us
+
+    def refused(self, versions: Iterable[str], now_us: int) -> list[str]:
+        """Those of these versions whose requests are not to wait any more."""
+        if not self.processes:
+            return []
+        until_us = now_us - VERSION_AWAITED_US
+        return [
+            version
+            for version in versions
+            if version not in self.processes and self._missing_since_us.get(version, now_us) <= until_us
+        ]
+
+    def refused_from_us(self, versions: Collection[str]) -> int | None:
+        """When requests of one of these versions are next not to wait any more; None: never, as it is."""
+        if not self.processes:
+            return None
+        missing = [
+            self._missing_since_us[version] + VERSION_AWAITED_US
+            for version in versions
+            if version in self._missing_since_us
+        ]
+        return min(missing, default=None)
+
+    def describe_missing(self, version: str) -> str:
+        """Why a request that asks for this version is refused, for its producer."""
+        named = ", ".join(sorted(filter(None, self.processes))) or "none: its workers name no version"
+        return f"version: no worker has version {version!r} of this model; those that have workers: {named}"
