@@ -81,6 +81,11 @@ _COUNTS: Final = (
         "count waiting entries, batches in flight and dead letters", "xlen", "requests batches settled dead"
     ),
     Grant("count dead letters that were dropped", "hgetall", "dead_dropped"),
+    Grant(
+        "list the versions that have batch streams, and shares of traffic",
+        "smembers hgetall",
+        "versions shares",
+    ),
     Grant("count results that are to be delivered in order", "llen", "order"),
     Grant("whether a worker is loading a model", "exists", "loading"),
     Grant("count sequences that are kept", "zcard", "sequences"),
@@ -146,7 +151,9 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("keep large bodies while their requests wait", "pexpire", "body"),
         _Lua("dispatch", "batches"), _Lua("inbox"),
         Grant("list the processes of a bound model that drain", "smembers", "draining"),
-        _Lua("dispatch"), _Lua("answer"), _Lua("statistics"),
+        Grant("read which versions workers have, and their shares", "hgetall", "declared shares"),
+        Grant("list the versions that have batch streams", "smembers", "versions"),
+        _Lua("dispatch"), _Lua("answer"), _Lua("statistics"), _Lua("reassign abandon"),
         Grant("count the chunks of streams in flight", "hget", "progress"),
         _Lua("answered"), _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("record"),
     ),
@@ -161,6 +168,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("tell how much memory its model processes take", "hset pexpire", "memory"),
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
+        Grant("tell that its version has a batch stream", "sadd", "versions"),
         Grant(
             "run scripts",
             "evalsha eval",
@@ -205,8 +213,8 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant(
             "remove its keys, and what remains of its requests and sequences",
             "del",
-            "registration config requests batches settled dead dead_dropped statistics workers "
-            "order tickets result replies body progress sequence sequences inbox draining declared",
+            "registration config requests batches versions shares settled dead dead_dropped statistics "
+            "workers order tickets result replies body progress sequence sequences inbox draining declared",
         ),
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
@@ -227,8 +235,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
     keys = Keys("M", re.sub(r"([*?\[\]\\])", r"\\\1", prefix))
     of_one_model = {
         "requests": keys.requests,
-        "batches": keys.batches,
-        "batches_of": keys.batches_of("*"),
+        "batches": f"{keys.batches}*",  # with those of versions
         "versions": keys.versions,
         "shares": keys.shares,
         "settled": keys.settled,

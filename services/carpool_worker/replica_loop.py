@@ -54,6 +54,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         self._codec = codec
         self._source: Source[Item, Any] = source
         self._draining = False
+        self._fetches_last = False  # once more, although it drains
         self._drained = threading.Event()
         self._closing = False
         self._closed = threading.Event()
@@ -279,6 +280,11 @@ class ReplicaLoop(ABC, Generic[Item]):
     def drain(self) -> None:
         """Fetch nothing more."""
         self._draining = True
+
+    def fetch_last(self) -> None:
+        """Although it drains, fetch once more. The batcher has just been told of it, and may have dispatched
+        a batch that no other process would take."""
+        self._fetches_last = True
 
     def wait_until_drained(self, timeout_s: float) -> bool:
         """Whether the last fetch has ended and nothing is in hand any more, within `timeout_s`."""

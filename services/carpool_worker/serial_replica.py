@@ -68,7 +68,7 @@ class SerialReplica(BatchReplica[Execution]):
             self._discard(next(held for held in self._executions if held.batch.id == str(fenced)))
         if self._fetch_if_due():
             return False
-        if self._draining and not self._executions and not self._source.waiting:
+        if self._draining and not (self._executions or self._source.waiting or self._is_to_fetch_last()):
             self._drained.set()
             return False
         return True
@@ -82,9 +82,18 @@ class SerialReplica(BatchReplica[Execution]):
 
     def _fetch_if_due(self) -> bool:
         """Ask for the next batch if that is due. Whether one was taken at once, from a dead worker."""
-        if self._source.waiting or self._draining or self._fetch_at_s() > time.monotonic():
+        if self._source.waiting or self._fetch_at_s() > time.monotonic():
             return False
-        return self._fetch()
+        if not self._draining:
+            return self._fetch()
+        if not self._is_to_fetch_last():
+            return False
+        taken = self._fetch()
+        self._fetches_last = taken
+        return taken
+
+    def _is_to_fetch_last(self) -> bool:
+        return self._fetches_last and self.process.ready
 
     def _add_fetched(self, items: Sequence[Execution]) -> None:
         for execution in items:

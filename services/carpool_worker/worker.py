@@ -427,6 +427,7 @@ class Worker:
         if self._heartbeats:
             self._heartbeat.drain()
         self._leave([replica for replica in self._replicas if replica.may_leave])
+        self._tell_that_it_drains()
         started = self._replicas[: len(self._replica_loops)]
         drained = [replica.wait_until_drained(max(0.1, until_s - time.monotonic())) for replica in started]
         clean = all(drained)
@@ -450,6 +451,17 @@ class Worker:
         self._step_log.summarize()
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
+
+    def _tell_that_it_drains(self) -> None:
+        """Those that have batches in hand are not to get others. The last ones of their model take what was
+        dispatched to them before the batcher knew."""
+        for replica in self._replicas:
+            if isinstance(replica, BoundReplica) or replica.may_leave:  # the first tell it themselves
+                continue
+            with contextlib.suppress(UnavailableError, CommandError):  # then they get a batch that waits
+                self._store.drain(replica.name)
+                if replica.member.model_processes <= len(self._replicas):
+                    replica.fetch_last()
 
     def _leave(self, replicas: Sequence[AnyReplica]) -> None:
         for replica in replicas:

@@ -191,7 +191,8 @@ class Keys:
 
     @property
     def draining(self) -> str:
-        """Set that expires: the processes of such a model that begin no more sequences, and then leave."""
+        """Set that expires: the processes that take no more batches, and those of such a model that begin no
+        more sequences; they leave then."""
         return self._of("draining")
 
     def progress(self, batch_id: str) -> str:

@@ -1,4 +1,5 @@
-"""Versions of a model behind one queue: asked for, given by a share, promoted, and gone. docs/new_version.md."""
+"""Versions of a model behind one queue: asked for, given by a share, promoted, and gone.
+docs/new_version.md."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.store.connection import Link
 from carpool.store.traffic import Traffic
 from support.stack import Service, Stack
-from support.waiting import wait_until
 
 MODEL = "clf"
 LEASE = ("--lease-ms", "600")

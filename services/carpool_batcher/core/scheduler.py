@@ -118,7 +118,7 @@ class Scheduler:
         self._of_versions: dict[str, Dispatcher] = {}  # while versions are told apart
         self._served: tuple[Collection[str], ...] = ()  # the versions that each of them has
         self._in_hand: set[str] = set()  # batches that processes have that drain
-        self._missing_in_flight: set[str] = set()  # versions without processes that such batches ask for
+        self._missing_in_flight: set[str] = set()  # batches that ask for versions without processes
         self._withdrawals = PendingWithdrawals()
         self.in_flight = BatchesInFlight(
             self._applied,
@@ -252,10 +252,6 @@ class Scheduler:
         self._in_hand = {name for name in (*self._in_hand, *batch_ids) if name in self.in_flight.batches}
         self.capacity.set_apart(self._in_hand)
 
-    def is_in_hand(self, batch_id: str) -> bool:
-        """Whether a process that drains has a batch."""
-        return batch_id in self._in_hand
-
     def orphans(self) -> Iterator[str]:
         """The batches in flight that are for a version that has no process any more, while others have, and
         that no process which drains has in hand."""
@@ -268,8 +264,7 @@ class Scheduler:
         """Other versions have processes, or shares."""
         orphans = list(self.orphans())
         self.capacity.set_apart(orphans)
-        in_flight = self.in_flight.batches
-        self._missing_in_flight = {in_flight[name].version for name in orphans if in_flight[name].is_asked}
+        self._missing_in_flight = {name for name in orphans if self.in_flight.batches[name].is_asked}
         self.versions.miss(self._asked_versions(), now_us)
         self._arrange_dispatchers()
 
@@ -314,7 +309,12 @@ class Scheduler:
 
     def _asked_versions(self) -> set[str]:
         """The versions for which requests ask that wait in lanes, or that no process will take in flight."""
-        return self.queue.asked_lanes.keys() | self._missing_in_flight
+        waiting = self.queue.asked_lanes.keys()
+        if not self._missing_in_flight:
+            return set(waiting)
+        in_flight = self.in_flight.batches
+        self._missing_in_flight &= in_flight.keys()
+        return waiting | {in_flight[name].version for name in self._missing_in_flight}
 
     def offer(self, run: Run, now_us: int) -> list[Refusal]:
         """A run arrived: admit it. Returns the Refusals of those of its requests that were not admitted.
@@ -480,8 +480,9 @@ class Scheduler:
             detail = self.versions.describe_missing(version)
             for run in self.queue.remove_asked(version):
                 yield refusal(run, NOT_FOUND, "version", detail)
-            for batch_id, batch in self.in_flight.batches.items():
-                if batch.is_asked and batch.version == version and batch_id not in self._in_hand:
+            for batch_id in self._missing_in_flight:
+                batch = self.in_flight.batches[batch_id]
+                if batch.version == version:
                     yield Abandon(batch_id, batch.runs, detail)
 
     def _release(self, now_us: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Final
 from carpool.keys import WORKERS_GROUP
 from carpool.messages.batches import Batch
 from carpool.store.connection import Command, CommandError, Script
-from carpool.store.directory import SETTLED_ENTRIES_MAX
 from carpool.store.worker import Reclaimed, WorkerStore
 from carpool.wire.batches import decode_batch
 from carpool.wire.inbox import InboxMessage, decode_message
@@ -16,7 +15,6 @@ from carpool.wire.inbox import InboxMessage, decode_message
 INBOX_START: Final = "0"  # the ID after which the first message is
 _MESSAGES_MAX: Final = 100  # in one reply
 _PENDING_MAX: Final = 100
-_DRAIN: Final = Script("drain")
 _ASSIGN: Final = Script("assign")
 
 
@@ -80,11 +78,6 @@ class BoundStore(WorkerStore):
     def _assign(self, process: str) -> None:
         """Put what was dispatched into the pending lists of the processes that it is for."""
         self._link.run(_ASSIGN, [self._batches], [process])
-
-    def drain(self, process: str) -> None:
-        """The process begins no more sequences."""
-        keys = [self.keys.draining, self.keys.settled, self.keys.workers]
-        self._link.run(_DRAIN, keys, [process, SETTLED_ENTRIES_MAX])
 
 
 def _decode(pending: Sequence[Any], entries: Sequence[Any]) -> Batch:

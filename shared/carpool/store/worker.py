@@ -35,6 +35,7 @@ from carpool.wire.batches import decode_batch, encode_dead_letter, settled_field
 from carpool.wire.registration import OPTIONAL_FIELDS
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence", "statistics"))
+_DRAIN: Final = Script("drain")
 _RENEW: Final = Script("renew", after=("ownership",))
 _RECLAIM: Final = Script("reclaim")
 _JOIN: Final = Script("join")
@@ -166,6 +167,12 @@ class WorkerStore:
         """A model process takes no more batches."""
         keys = [self.keys.workers, self.keys.settled, *self._streams]
         self._link.run(_LEAVE, keys, [consumer, SETTLED_ENTRIES_MAX])
+
+    def drain(self, consumer: str) -> None:
+        """A model process takes no more batches, or of a bound model begins no more sequences; it leaves when
+        it has finished what it has."""
+        keys = [self.keys.draining, self.keys.settled, self.keys.workers]
+        self._link.run(_DRAIN, keys, [consumer, SETTLED_ENTRIES_MAX])
 
     def start_fetch(self, consumer: str, block_ms: int | None, count: int = 1) -> None:
         """Ask for the next batches, at most `count` of any version and as many of the worker's own, for which

@@ -1,5 +1,5 @@
--- drain: a process of a bound model begins no more sequences, and leaves when those that it has have ended. Those that
--- have left are forgotten.
+-- drain: a process takes no more batches, and leaves when it has finished those that it has. One of a bound model
+-- begins no more sequences, and leaves when those that it has have ended. Those that have left are forgotten.
 --
 -- KEYS  1 draining   2 settled   3 workers
 -- ARGV  1 consumer  2 maximum length of `settled`
