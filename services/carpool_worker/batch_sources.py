@@ -19,6 +19,7 @@ from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
 
 BLOCK_MS: Final = 500  # a drain waits as long for the reply to a fetch
+HURRIED_BLOCK_MS: Final = 100
 RECLAIMS_PER_LEASE: Final = 4
 Item = TypeVar("Item")
 Store = TypeVar("Store", bound=WorkerStore)
@@ -95,6 +96,9 @@ class Source(ABC, Generic[Item, Store]):
     @abstractmethod
     def start(self) -> list[Execution]:
         """Reclaim a batch if that is due and there is one; else ask for more."""
+
+    def hurry(self) -> None:
+        """From now on wait for a short time only."""
 
     def finish(self) -> list[Item]:
         """What was asked for; nothing if there was none within the time that Redis waits."""
@@ -173,6 +177,9 @@ class Fetcher(Source[Execution, WorkerStore]):
     def start(self, count: int = 1, *, wait: bool = True) -> list[Execution]:
         """At most `count` are asked for; without `wait`, only those that are there."""
         return self._reclaim_or(partial(self._ask, count, self._block_ms if wait else None))
+
+    def hurry(self) -> None:
+        self._block_ms = HURRIED_BLOCK_MS
 
     def _ask(self, count: int, block_ms: int | None) -> None:
         self._asked_us = self._store.clock.now_us()

@@ -54,7 +54,8 @@ class ReplicaLoop(ABC, Generic[Item]):
         self._codec = codec
         self._source: Source[Item, Any] = source
         self._draining = False
-        self._fetches_last = False  # once more, although it drains
+        self._fetches_last = False  # although it drains
+        self._is_last = False  # process of its model, while it drains
         self._drained = threading.Event()
         self._closing = False
         self._closed = threading.Event()
@@ -282,9 +283,10 @@ class ReplicaLoop(ABC, Generic[Item]):
         self._draining = True
 
     def fetch_last(self) -> None:
-        """Although it drains, fetch once more. The batcher has just been told of it, and may have dispatched
-        a batch that no other process would take."""
-        self._fetches_last = True
+        """Although it drains, fetch until there is nothing more: it is the last process of its model. The
+        batcher has just been told of it, and may have dispatched batches that nobody else would take."""
+        self._source.hurry()
+        self._fetches_last = self._is_last = True
 
     def wait_until_drained(self, timeout_s: float) -> bool:
         """Whether the last fetch has ended and nothing is in hand any more, within `timeout_s`."""

@@ -88,8 +88,7 @@ class SerialReplica(BatchReplica[Execution]):
             return self._fetch()
         if not self._is_to_fetch_last():
             return False
-        taken = self._fetch()
-        self._fetches_last = taken
+        self._fetches_last = taken = self._fetch()
         return taken
 
     def _is_to_fetch_last(self) -> bool:
@@ -98,6 +97,8 @@ class SerialReplica(BatchReplica[Execution]):
     def _add_fetched(self, items: Sequence[Execution]) -> None:
         for execution in items:
             self.add_batch(execution)
+        if items and self._is_last:
+            self._fetches_last = True
 
     def _fetch_at_s(self) -> float:
         if (

@@ -456,12 +456,13 @@ class Worker:
         """Those that have batches in hand are not to get others. The last ones of their model take what was
         dispatched to them before the batcher knew."""
         for replica in self._replicas:
-            if isinstance(replica, BoundReplica) or replica.may_leave:  # the first tell it themselves
+            if isinstance(replica, BoundReplica):  # it tells it itself
                 continue
-            with contextlib.suppress(UnavailableError, CommandError):  # then they get a batch that waits
-                self._store.drain(replica.name)
-                if replica.member.model_processes <= len(self._replicas):
-                    replica.fetch_last()
+            if not replica.may_leave:
+                with contextlib.suppress(UnavailableError, CommandError):  # then it gets a batch that waits
+                    self._store.drain(replica.name)
+            if replica.member.model_processes <= len(self._replicas):
+                replica.fetch_last()
 
     def _leave(self, replicas: Sequence[AnyReplica]) -> None:
         for replica in replicas:

@@ -1,26 +1,31 @@
-"""Versions of a model behind one queue: asked for, given by a share, promoted, and gone.
-docs/new_version.md."""
+"""Versions of a model behind one queue: asked for, given by a share, promoted, gone. docs/new_version.md."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.store.connection import Link
 from carpool.store.traffic import Traffic
+from carpool.wire.traffic import Division
 from support.stack import Service, Stack
+from support.waiting import wait_until
 
 MODEL = "clf"
+KEYS = Keys(MODEL, DEFAULT_PREFIX)
 LEASE = ("--lease-ms", "600")
+RESULT_S = 60.0
 
 
 @pytest.fixture
 def traffic(stack: Stack) -> Iterator[Traffic]:
     link = Link(stack.url, name="shares")
-    yield Traffic(link, Keys(MODEL, DEFAULT_PREFIX))
+    yield Traffic(link, KEYS)
     link.close()
 
 
@@ -30,18 +35,145 @@ def start(stack: Stack, version: str, **options: Any) -> Service:
 
 def versions_of(stack: Stack, names: list[str]) -> dict[str, str]:
     """Which version answered each of these requests."""
-    return {name: stack.result(MODEL, name)["version"] for name in names}
+    return {name: stack.result(MODEL, name, RESULT_S)["version"] for name in names}
 
 
-def test_a_request_is_executed_by_the_version_that_it_asks_for(stack: Stack) -> None:
+class Load:
+    """Sends requests from a thread, which ask for these versions in turn, until the block ends."""
+
+    def __init__(self, stack: Stack, asks: tuple[str, ...] = ("", "1", "2")) -> None:
+        self._stack = stack
+        self._asks = asks
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.sent: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    def wait_for(self, count: int = 200) -> None:
+        """Wait until that many more requests are sent."""
+        target = len(self.sent) + count
+        wait_until(lambda: len(self.sent) >= target, description=f"{count} more requests", timeout_s=60)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.01):
+            for _ in range(6):
+                number = len(self.sent)
+                asks = self._asks[number % len(self._asks)]
+                name = f"n{number}"
+                fields = {"version": asks} if asks else {}
+                self._stack.send(MODEL, body=str(number), correlation_id=name, **fields)
+                self.sent[name] = asks
+
+
+def test_asked_versions_under_load_while_a_batcher_is_killed(stack: Stack) -> None:
+    """Expect each answer from the version that was asked for, and every request answered."""
+    batchers = [stack.batcher(), stack.batcher()]
+    for version in "12":
+        start(stack, version)
+    stack.wait_for_model(MODEL, workers=2)
+    with Load(stack) as load:
+        load.wait_for()
+        active = stack.active_batcher(MODEL)
+        active.kill()
+        (other,) = [batcher for batcher in batchers if batcher is not active]
+        other.wait_for("batcher active")
+        load.wait_for()
+    answered = versions_of(stack, list(load.sent))
+    assert all(answered[name] == asks for name, asks in load.sent.items() if asks)
+    assert Counter(answered[name] for name, asks in load.sent.items() if not asks).keys() == {"1", "2"}
+    stack.wait_until_idle(MODEL)
+    assert not any(stack.redis.xlen(KEYS.batches_of(version)) for version in "12")
+
+
+def test_shares_promotion_and_rollback_under_requests(stack: Stack, traffic: Traffic) -> None:
+    """Expect the same version for the same ID, whichever batcher decides, and that no request fails when all
+    traffic goes to the one version or the other."""
+    batcher = stack.batcher()
+    for version in "12":
+        start(stack, version)
+    stack.wait_for_model(MODEL, workers=2)
+    traffic.set({"2": 20})
+    division = Division({"2": 20}, "12")
+    names = [f"id-{number}" for number in range(150)]
+    expected = {name: division.version_of(name) for name in names}
+    wait_until(
+        lambda: stack.redis.xlen(KEYS.settled) and is_given(stack, division), description="the share is read"
+    )
+    for attempt in range(2):
+        for name in names:
+            stack.send(MODEL, body="1", correlation_id=name)
+        assert versions_of(stack, names) == expected
+        if not attempt:
+            batcher.kill()
+            stack.batcher().wait_for("batcher active")
+    assert {"1", "2"} == set(expected.values())
+
+    with Load(stack, asks=("",)) as load:
+        load.wait_for()
+        traffic.promote()
+        assert traffic.shares() == {"2": 100}
+        wait_until(lambda: is_given(stack, Division({"2": 100}, "12")), description="version 2 has all of it")
+        load.wait_for()
+        traffic.roll_back("2")
+        wait_until(lambda: is_given(stack, Division({"2": 0}, "12")), description="version 1 has all of it")
+        load.wait_for()
+    assert set(versions_of(stack, list(load.sent)).values()) == {"1", "2"}
+
+
+def is_given(stack: Stack, division: Division) -> bool:
+    """Whether new requests are divided in this way."""
+    names = [stack.send(MODEL, body="1", correlation_id=f"probe-{number}") for number in range(8)]
+    probes = [f"probe-{number}" for number in range(len(names))]
+    return versions_of(stack, probes) == {name: division.version_of(name) for name in probes}
+
+
+def test_the_last_worker_of_a_version_is_killed_with_batches_in_its_stream(
+    stack: Stack, traffic: Traffic
+) -> None:
+    """Of those, expect that the others answer what only its share gave to it, and an error for what asks."""
     stack.batcher()
     start(stack, "1")
-    start(stack, "2")
+    other = start(stack, "3")
     stack.wait_for_model(MODEL, workers=2)
-    asked: dict[str, str] = {}
-    for number in range(60):
-        version = "12"[number % 2]
-        asked[stack.send(MODEL, body=str(number), version=version)] = version
-        stack.send(MODEL, body=str(number), correlation_id=f"any-{number}")
-    assert versions_of(stack, list(asked)) == asked
-    assert set(versions_of(stack, [f"any-{number}" for number in range(60)]).values()) <= {"1", "2"}
+    traffic.set({"3": 100})
+    wait_until(lambda: is_given(stack, Division({"3": 100}, "13")), description="version 3 has all traffic")
+    held = stack.send(MODEL, body='"hold 3"', correlation_id="held")
+    asks = [stack.send(MODEL, body=str(number), version="3") for number in range(3)]
+    given = [stack.send(MODEL, body=str(number)) for number in range(3)]
+    wait_until(lambda: stack.redis.xlen(KEYS.batches_of("3")) >= 2, description="batches are in its stream")
+    other.kill()
+    assert set(versions_of(stack, given).values()) == {"1"}
+    assert stack.result(MODEL, "held", RESULT_S)["version"] == "1", held
+    answers = [stack.result(MODEL, name, RESULT_S) for name in asks]
+    assert {answer["status"] for answer in answers} == {"NOT_FOUND"}
+    assert "no worker has version '3'" in answers[0]["detail"] and "workers: 1" in answers[0]["detail"]
+    wait_until(
+        lambda: not stack.redis.xlen(KEYS.batches_of("3")), description="nothing is left in its stream"
+    )
+    late = stack.send(MODEL, body="1", version="3")
+    assert stack.result(MODEL, late)["status"] == "NOT_FOUND"
+    start(stack, "3")
+    stack.wait_for_model(MODEL, workers=2)
+    assert versions_of(stack, [stack.send(MODEL, body="1", version="3")]).popitem()[1] == "3"
+
+
+def test_the_only_worker_drains_under_load_and_the_next_one_serves_the_rest(stack: Stack) -> None:
+    """Scale to zero, and back: requests wait, and the first worker that comes serves them."""
+    stack.batcher()
+    worker = start(stack, "1")
+    stack.wait_for_model(MODEL)
+    with Load(stack, asks=("", "1")) as load:
+        load.wait_for()
+        assert worker.terminate(30) == 0
+        wait_until(lambda: not stack.live_workers(MODEL), description="no worker is left")
+        assert not stack.redis.xlen(KEYS.batches) and not stack.redis.xlen(KEYS.batches_of("1"))
+        load.wait_for(60)
+        start(stack, "1")
+    assert set(versions_of(stack, list(load.sent)).values()) == {"1"}

@@ -57,7 +57,7 @@ def count_a_batch_of_a_version_for_ever(patch: Patch) -> None:
 
 @FAULTS.found(examples=177)
 def let_what_a_lost_version_has_occupy_the_others(patch: Patch) -> None:
-    patch.setattr(ModelCapacity, "set_apart", lambda capacity, batch_ids: None)
+    patch.setattr(ModelCapacity, "set_apart", lambda capacity, batch_ids: [])
 
 
 @FAULTS.found(examples=21)

@@ -190,6 +190,8 @@ def test_a_version_that_nobody_has_is_refused_after_a_while_and_then_at_once() -
     assert "no worker has version '2'" in refused.detail and "have workers: 1, 3" in refused.detail
     assert served.scheduler.wake_at_us() is None
     served.offer("y", at=AWAITED + 1, version="2")
+    assert served.poll(at=AWAITED + 1) == []  # a process may have come
+    served.processes("1a", "3a", at=AWAITED + 1)
     assert [type(one) for one in served.poll(at=AWAITED + 1)] == [Refusal]
     served.processes("1a", "2a", at=AWAITED + 2)
     served.offer("z", at=AWAITED + 3, version="2")

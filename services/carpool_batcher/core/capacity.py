@@ -118,23 +118,30 @@ class Capacity:
         """A batch is in flight that a previous batcher dispatched."""
         self.adopt(batch_id, batch)
 
-    def set_apart(self, batch_ids: Collection[str]) -> None:
-        """These batches in flight occupy none of the processes, until they end."""
-        for batch_id in batch_ids:
-            if batch_id in self.in_flight and batch_id not in self._apart:
-                self._apart.add(batch_id)
-                self._cost -= self.in_flight[batch_id].cost
-                self._vacate(batch_id, 0)
-
-    def is_apart(self, batch_id: str) -> bool:
-        """Whether a batch in flight was set apart."""
-        return batch_id in self._apart
+    def set_apart(self, batch_ids: Collection[str]) -> list[str]:
+        """Of the batches in flight these occupy none of the processes, and all others do. Returns those of
+        the others that did not before."""
+        wanted = self.in_flight.keys() & batch_ids
+        for batch_id in wanted - self._apart:
+            self._apart.add(batch_id)
+            self._cost -= self.in_flight[batch_id].cost
+            self._vacate(batch_id, 0)
+        again = [batch_id for batch_id in self.in_flight if batch_id in self._apart - wanted]
+        for batch_id in again:
+            self._apart.discard(batch_id)
+            self._cost += self.in_flight[batch_id].cost
+            self._occupy(batch_id)
+        return again
 
     def adopt(self, batch_id: str, batch: InFlightBatch) -> None:
         """A batch is in flight for which no capacity was reserved."""
         self.in_flight[batch_id] = batch
         self._cost += batch.cost
         self._space_dispatches(batch)
+        self._occupy(batch_id)
+
+    def _occupy(self, batch_id: str) -> None:
+        """A batch occupies a process, or waits for one."""
         self._ahead.append(batch_id)
         if len(self._executing) < self.processes:
             self._start_next()

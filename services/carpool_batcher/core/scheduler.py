@@ -223,6 +223,7 @@ class Scheduler:
             live = [process for process in live if process not in draining]
         self.model_processes = len(live)
         of_each = Counter([versions.get(process, "") for process in live])
+        self.versions.known_us = now_us
         if of_each != self.versions.processes:
             self.versions.set_processes(of_each, now_us)
             self._versions_changed(now_us)
@@ -250,7 +251,7 @@ class Scheduler:
     def set_in_hand(self, batch_ids: Iterable[str]) -> None:
         """Processes that drain have these batches in hand: they occupy none of the others."""
         self._in_hand = {name for name in (*self._in_hand, *batch_ids) if name in self.in_flight.batches}
-        self.capacity.set_apart(self._in_hand)
+        self._set_apart()
 
     def orphans(self) -> Iterator[str]:
         """The batches in flight that are for a version that has no process any more, while others have, and
@@ -260,10 +261,16 @@ class Scheduler:
             if batch.version and living and batch.version not in living and batch_id not in self._in_hand:
                 yield batch_id
 
+    def _set_apart(self) -> list[str]:
+        """No process that takes batches will have those that are in hand of others, or orphans. Returns the
+        latter."""
+        orphans = list(self.orphans())
+        self.capacity.set_apart({*orphans, *self._in_hand})
+        return orphans
+
     def _versions_changed(self, now_us: int) -> None:
         """Other versions have processes, or shares."""
-        orphans = list(self.orphans())
-        self.capacity.set_apart(orphans)
+        orphans = self._set_apart()
         self._missing_in_flight = {name for name in orphans if self.in_flight.batches[name].is_asked}
         self.versions.miss(self._asked_versions(), now_us)
         self._arrange_dispatchers()
@@ -478,11 +485,10 @@ class Scheduler:
         self.versions.miss(asked, now_us)
         for version in self.versions.refused(asked, now_us):
             detail = self.versions.describe_missing(version)
-            for run in self.queue.remove_asked(version):
+            for run in self.queue.remove_asked(version, self.versions.known_us):
                 yield refusal(run, NOT_FOUND, "version", detail)
-            for batch_id in self._missing_in_flight:
-                batch = self.in_flight.batches[batch_id]
-                if batch.version == version:
+            for batch_id, batch in self.in_flight.batches.items():
+                if batch.version == version and batch_id in self._missing_in_flight:
                     yield Abandon(batch_id, batch.runs, detail)
 
     def _release(self, now_us: int) -> None:
@@ -509,7 +515,7 @@ class Scheduler:
             dispatch_us = earlier(dispatch_us, dispatcher.wake_at_us(self._polled_us))
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
         if self._has_asked:
-            wake_us = earlier(wake_us, self.versions.refused_from_us(self._asked_versions()))
+            wake_us = earlier(wake_us, self.versions.refused_from_us(self._asked_versions(), self._polled_us))
         if self.queue.delayed.requests:
             wake_us = earlier(wake_us, self.queue.delayed.wake_at_us())
         withdrawals_us = self._withdrawals.due_us(self.queue.count)

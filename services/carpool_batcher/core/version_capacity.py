@@ -90,12 +90,13 @@ class ModelCapacity(Capacity):
             if of_version is not None:
                 of_version.end(batch_id, now_us)
 
-    def set_apart(self, batch_ids: Collection[str]) -> None:
-        super().set_apart(batch_ids)
-        for batch_id in batch_ids:
-            of_version = self._versions.pop(batch_id, None)
-            if of_version is not None:
-                of_version.end(batch_id, 0)
+    def set_apart(self, batch_ids: Collection[str]) -> list[str]:
+        again = super().set_apart(batch_ids)
+        for batch_id in self._versions.keys() & batch_ids:
+            self._versions.pop(batch_id).end(batch_id, 0)
+        for batch_id in again if self.by_version else ():
+            self._adopt_by_version(batch_id, self.in_flight[batch_id])
+        return again
 
 
 class AnyVersion(Capacity):

@@ -4,6 +4,7 @@
 others
    of the model are, the request waits VERSION_AWAITED_US for one: a worker may be about to replace another.
    The time counts from when the version was missed first, so requests that come later are refused at once.
+   A request is not refused before the processes were looked at after its arrival: one may have come since.
 2. While the model has no process at all, requests wait, whatever they ask for.
 3. Of a batch in flight that asks for a version the same holds, unless a process that drains has it in hand.
 """
@@ -18,15 +19,17 @@ MISSED_MAX: Final = 1000  # versions that are remembered to be missing
 
 
 class Versions:
-    """`processes`: how many take batches, by version, which is '' for those that name none."""
+    """`processes`: how many take batches, by version, which is '' for those that name none; as of
+    `known_us`."""
 
     def __init__(self) -> None:
         self.processes: Mapping[str, int] = {}
+        self.known_us = 0
         self._missing_since_us: dict[str, int] = {}  # of versions that requests ask for
 
     def set_processes(self, processes: Mapping[str, int], now_us: int) -> None:
         """These versions have this number of processes, at least one each."""
-        had_any, self.processes = bool(self.processes), processes
+        had_any, self.processes, self.known_us = bool(self.processes), processes, now_us
         for version in self._missing_since_us.keys() & processes.keys():
             del self._missing_since_us[version]
         if not had_any:
@@ -51,16 +54,14 @@ class Versions:
             if version not in self.processes and self._missing_since_us.get(version, now_us) <= until_us
         ]
 
-    def refused_from_us(self, versions: Collection[str]) -> int | None:
-        """When requests of one of these versions are next not to wait any more; None: never, as it is."""
+    def refused_from_us(self, versions: Collection[str], now_us: int) -> int | None:
+        """When, after now, requests of one of these versions are next not to wait any more; None: never, as
+        it is."""
         if not self.processes:
             return None
-        missing = [
-            self._missing_since_us[version] + VERSION_AWAITED_US
-            for version in versions
-            if version in self._missing_since_us
-        ]
-        return min(missing, default=None)
+        missing_since_us = [self._missing_since_us.get(version, 0) for version in versions]
+        from_us = [since_us + VERSION_AWAITED_US for since_us in missing_since_us]
+        return min((at_us for at_us in from_us if at_us > now_us), default=None)
 
     def describe_missing(self, version: str) -> str:
         """Why a request that asks for this version is refused, for its producer."""

@@ -1,4 +1,4 @@
-"""Two versions of a model, which answer with the version and the body."""
+"""Versions of a model, which answer with the version and the body."""
 
 from __future__ import annotations
 
@@ -28,5 +28,17 @@ class V2(V1):
         self.version = "2"  # known only once it is loaded
 
     def predict(self, batch: list[Any]) -> list[str]:
+        time.sleep(0.002)
+        return [f"{self.version}:{body}" for body in batch]
+
+
+class V3(V1):
+    """It alone holds what says so."""
+
+    version = "3"
+
+    def predict(self, batch: list[Any]) -> list[str]:
+        if "hold 3" in batch:
+            time.sleep(HELD_S)
         time.sleep(0.002)
         return [f"{self.version}:{body}" for body in batch]

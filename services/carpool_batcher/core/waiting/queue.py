@@ -199,7 +199,7 @@ class Queue:
                 lane.remove(run, bytes_of(run))
                 if run.sequence is None:
                     self.ids.remove((run,))
-                for part in self.divide(run, in_order=run.tickets is not None):
+                for part in self.divide(run, in_order=False):  # each request has its ticket, if any has
                     self._enter_lane(part, self._lane_name(part), bytes_of(part))
                     if part.sequence is None:
                         self.ids.add(part)
@@ -208,10 +208,10 @@ class Queue:
                 self._drop_if_empty(lane)
         return moved
 
-    def remove_asked(self, version: str) -> list[Run]:
-        """Remove the requests in lanes that ask for this version, and return them."""
+    def remove_asked(self, version: str, until_us: int) -> list[Run]:
+        """Remove the requests in lanes that ask for this version, and were added to the stream by then."""
         names = list(self.asked_lanes.get(version, ()))
-        runs = [run for name in names for run in self.lanes[name]]
+        runs = [run for name in names for run in self.lanes[name] if run.entry.arrival_us <= until_us]
         for run in runs:
             self.remove(run)
         return runs

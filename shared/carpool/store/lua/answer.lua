@@ -3,7 +3,7 @@
 -- for one commit, and when a worker or model process may have died of a request. The requests are then executed one
 -- at a time: a finished result survives the next death, and the number of starts shows which request is the cause.
 --
--- KEYS  1 the stream of this batch   2 progress of this batch   3 order   4 tickets   5 statistics   6.. the keys of results
+-- KEYS  1 the stream of this batch   2 its progress   3 order   4 tickets   5 statistics   6.. the keys of results
 -- ARGV  1 caller, 'worker' or 'batcher'  2 batch ID  3 consumer and  4 epoch ('' for a batcher)
 --       5 result TTL (ms)  6 progress TTL (ms)  7 position that the worker starts next, '' for none
 --       8 how many starts of it there are then: the worker counts, so that a repeated call counts none twice

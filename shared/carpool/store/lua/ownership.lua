@@ -1,4 +1,4 @@
--- entry_of(batch_id): the ID of the entry that a batch is: what is behind an `@` is the version whose stream that is in.
+-- entry_of(batch_id): the ID of the entry that a batch is. Behind an `@` is the version whose stream that is in.
 local function entry_of(batch_id) return string.match(batch_id, '^[^@]+') end
 
 -- owns_batch(batches, consumer, batch_id, epoch): whether this consumer owns the batch, and took it at this epoch.
