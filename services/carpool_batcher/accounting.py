@@ -28,6 +28,7 @@ class Accounting:
         self._log = AnswerLog(log)
         self._scheduler = scheduler
         self._missed = MissedDeadlines(scheduler.learned, scheduler.in_flight.batches)
+        self.versions: Mapping[str, str] = {}  # by model process, that of its model, if it names one
         self._settled: list[tuple[BatchSettled, InFlightBatch]] = []  # and not counted yet
 
     def refused(self, refusals: Sequence[Refusal]) -> None:
@@ -69,6 +70,8 @@ class Accounting:
         settled, self._settled = self._settled, []
         for event, batch in settled:
             self._meter.settled(batch, event.settled_us)
+            if version := self.versions.get(event.worker):
+                self._meter.versions.settled(version, event, batch)
             if event.failures is not None:
                 self._meter.failed(event.failures, event.settled_us)
             if event.streamed is not None:

@@ -32,6 +32,7 @@ from carpool_batcher.core.learned.transit import RecentTimes
 from carpool_batcher.core.missed_deadlines import CAUSES, Cause
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.recent_latency import RecentLatency, count_equal
+from carpool_batcher.version_meter import VersionMeter
 
 _GAUGES: Final = {  # in the order of wire.report.Gauges
     "carpool_waiting_requests": "Requests waiting to be dispatched",
@@ -102,6 +103,12 @@ class BatcherMetrics(CommonMetrics):
             ("model", "cause"),
             registry=registry,
         )
+        self.version_requests = Counter(
+            "carpool_version_requests",
+            "Requests that workers of a version answered: ok or failed",
+            ("model", "version", "outcome"),
+            registry=registry,
+        )
         self.sequences = SequenceMetrics(registry)
         self.gauges = [Gauge(name, text, ("model",), registry=registry) for name, text in _GAUGES.items()]
         self.active = Gauge(
@@ -141,6 +148,7 @@ class Meter:
         self._totals_known: _Totals | None = None  # None: something was counted since
         self._exported: Gauges | None = None
         self._sequences = SequenceMeter(metrics.sequences, model)
+        self.versions = VersionMeter(metrics.version_requests, model)
         self.activated(0)
         self.deactivated()
 
@@ -252,6 +260,7 @@ class Meter:
             sequences=_sequences_report(scheduler),
             failed=dict(self._failed),
             last_error=self._last_error,
+            versions=self.versions.reports,
         )
 
     def _stepping_report(self, scheduler: Scheduler, now_us: int) -> SteppingReport | None:
@@ -271,6 +280,7 @@ class Meter:
         self._recent = RecentLatency(now_us)
         self._reading, self._waking = RecentTimes(), RecentTimes()
         self._failed.clear()
+        self.versions.reset()
         self._last_error = None
         self._recent_first, self._recent_gap = RecentLatency(now_us), RecentLatency(now_us)
         self._chunks = ChunkCount()
@@ -289,6 +299,7 @@ class Meter:
         for histogram in (metrics.queue, metrics.size, metrics.fill, metrics.lease_lateness):
             histogram.forget(self._model)
         counters = (metrics.batches, metrics.missed, metrics.answered, metrics.sequences.changes)
+        metrics.version_requests.remove_by_labels({"model": self._model})
         for family in (*counters, metrics.active):
             family.remove_by_labels({"model": self._model})
 

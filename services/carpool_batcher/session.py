@@ -114,6 +114,7 @@ class Session:
         self._missing_entries = MissingEntries()
         self._early = EarlyRefusals()
         self._accounting = Accounting(meter, log, self.scheduler)
+        self._accounting.versions = self._versions.read(snapshot)
         now_us = clock.now_us()
         meter.activated(now_us)
         self.wake_at_us: int | None = now_us
@@ -437,6 +438,7 @@ class Session:
         before = scheduler.model_processes
         self._store.versions = snapshot.versions
         self._follow_processes(snapshot)
+        self._accounting.versions = {**self._accounting.versions, **self._versions.read(snapshot)}
         if any(not scheduler.in_flight.batches[name].is_asked for name in scheduler.orphans()):
             raise VersionLeftError
         if scheduler.model_processes > before:

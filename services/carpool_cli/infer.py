@@ -92,6 +92,7 @@ class InferSettings(RequestSettings):
     not_before: Seconds = Field(0.0, ge=0, description="seconds in which the request is not dispatched")
     priority: int = Field(PRIORITY_DEFAULT, ge=0, le=9, description="0 to 9; higher is served first")
     lane: str = Field("", description="lane of the request; only requests of the same lane share a batch")
+    version: str = Field("", description="version of the model that must execute it (default: any)")
     tenant: str = Field(
         "", description="tenant that the request belongs to; tenants are served in fair turns"
     )
@@ -126,6 +127,7 @@ class InferSettings(RequestSettings):
             "not_before": self.not_before,
             "priority": self.priority,
             "lane": self.lane or None,
+            "version": self.version or None,
             "tenant": self.tenant or None,
             "sequence_id": self.sequence_id or None,
             "sequence_start": self.sequence_start,

@@ -21,6 +21,7 @@ from carpool_gateway.v1.handlers import OpenAIHandlers
 from carpool_gateway.v2.handlers import OpenInferenceHandlers
 
 _MODEL: Final = "/carpool/v1/models/{model}"
+_VERSION: Final = "/carpool/v1/models/{model}/versions/{version}"
 _V2_MODEL: Final = "/v2/models/{model}"
 _V2_VERSION: Final = "/v2/models/{model}/versions/{version}"
 
@@ -40,10 +41,11 @@ def routes_of(
 
 
 def _routes(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -> Iterator[Route]:
-    post_infer = ("POST", f"{_MODEL}/infer", "infer", INFER)
-    yield Route(*post_infer, native.handler_for_infer, "A body in, a result out")
-    post_many = ("POST", f"{_MODEL}/infer_many", "infer_many", INFER)
-    yield Route(*post_many, native.handler_for_infer_many, "JSON lines in, a line with each result out")
+    for path in (_MODEL, _VERSION):
+        post_infer = ("POST", f"{path}/infer", "infer", INFER)
+        yield Route(*post_infer, native.handler_for_infer, "A body in, a result out")
+        post_many = ("POST", f"{path}/infer_many", "infer_many", INFER)
+        yield Route(*post_many, native.handler_for_infer_many, "JSON lines in, a line with each result out")
     kept = (f"{_MODEL}/requests/{{id}}", "requests", INFER)
     yield Route("GET", *kept, native.handler_for_result, "The result of a request that was sent before")
     yield Route("DELETE", *kept, native.handler_for_withdrawal, "Withdraw a request that was sent before")
@@ -75,8 +77,8 @@ def _routes(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -
         v2.handler_for_stream,
         "A WebSocket: requests of a model, and their responses",
     )
-    for path in (f"{_MODEL}/stream", f"{_V2_MODEL}/stream", f"{_V2_VERSION}/stream"):
-        yield Route("GET", path, *stream)
+    for path in (_MODEL, _VERSION, _V2_MODEL, _V2_VERSION):
+        yield Route("GET", f"{path}/stream", *stream)
     about = "A WebSocket: requests of any model, and their first outputs"
     yield Route("GET", "/models/infer", "websocket_outputs", INFER, v2.handler_for_outputs, about)
 

@@ -45,6 +45,7 @@ _OPTIONS: Final[Mapping[bytes, tuple[str, Callable[[str, str], Any]]]] = {
     b"carpool-result-ttl-ms": ("result_ttl", _seconds),
     b"carpool-priority": ("priority", _whole),
     b"carpool-lane": ("lane", _text),
+    b"carpool-version": ("version", _text),
     b"carpool-cost": ("cost", _whole),
     b"carpool-tenant": ("tenant", _text),
     b"carpool-correlation-id": ("correlation_id", _text),

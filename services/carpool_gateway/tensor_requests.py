@@ -61,21 +61,20 @@ class TensorRequests:
         self._sink = _RowSink()
         self._pool = ThreadPoolExecutor(1, "large-tensors")
 
-    def used_lately(self, name: str) -> tuple[OfferedModel, Channel] | None:
-        """A model and its channel, if nothing has to be looked up."""
+    def used_lately(self, name: str, version: str | None = None) -> tuple[OfferedModel, Channel] | None:
+        """A model and its channel, if nothing has to be looked up. Raises NotFoundError, for the version."""
         model, channel = self._catalog.known(name), self.producer.channels.get(name)
-        return None if model is None or channel is None else (model, channel)
+        if model is None or channel is None:
+            return None
+        return (model.of_version(version) if version else model), channel
 
-    async def find(self, name: str) -> tuple[OfferedModel, Channel]:
+    async def find(self, name: str, version: str | None = None) -> tuple[OfferedModel, Channel]:
         """A model and its channel. Raises CarpoolErrors."""
-        return await self.model(name), await self.channel(name)
+        return await self.model(name, version), await self.channel(name)
 
     async def model(self, name: str, version: str | None = None) -> OfferedModel:
         """A registered model. `version`: the one that is asked for; None: any. Raises CarpoolErrors."""
-        model = await self._catalog.model(name)
-        if version is not None:
-            documents.check_version(name, version, model.version)
-        return model
+        return (await self._catalog.model(name)).of_version(version)
 
     async def channel(self, name: str) -> Channel:
         """The channel of a model. Raises CarpoolErrors."""
@@ -92,11 +91,17 @@ class TensorRequests:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def admit(
-        self, asked: Asked, request: InferRequest, rows: int, accept: str, fields_of_model: Mapping[str, Any]
+        self,
+        asked: Asked,
+        request: InferRequest,
+        rows: int,
+        accept: str,
+        fields_of_model: Mapping[str, Any],
+        version: str = "",
     ) -> tuple[float, Any]:
         """Count a request against its key. Returns the timeout and the fields of each row: parameters of the
-        request, then headers. `accept`: the content type that is wanted of results. Raises HttpError and
-        InvalidArgumentError."""
+        request, then headers. `accept`: the content type that is wanted of results. `version`: of the model,
+        that is asked for. Raises HttpError and InvalidArgumentError."""
         asked.key.count(rows or 1, now_s())
         options: dict[str, Any] = dict(asked.options)
         if request.timeout_us is not None:
@@ -108,6 +113,8 @@ class TensorRequests:
             options["sequence_start"], options["sequence_end"] = request.sequence_start, request.sequence_end
         if accept:
             options["accept"] = accept
+        if version:
+            options["version"] = version
         if fields_of_model:
             options["fields"] = {**options.get("fields", {}), **fields_of_model}
         if "correlation_id" in options:
@@ -128,7 +135,10 @@ class TensorRequests:
         """Send the rows. `answer` is called once, unless they are withdrawn before; at once if there is none.
         Raises HttpError and CarpoolErrors, and then has sent nothing."""
         count, planned = len(bodies), prepared.plan
-        timeout_s, fields = self.admit(asked, prepared.request, count, planned.accept, planned.fields)
+        version = prepared.model.asked
+        timeout_s, fields = self.admit(
+            asked, prepared.request, count, planned.accept, planned.fields, version
+        )
         rows = SentRows(self.producer.packer, count, answer, "row")
         try:
             self._add(channel, prepared.plan.content_type, bodies, fields, timeout_s, rows)

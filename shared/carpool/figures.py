@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from carpool.errors import UnavailableError
 from carpool.store.connection import CommandError
 from carpool.store.directory import Directory, ProcessMemory
-from carpool.wire.report import BatcherReport, SequencesReport
+from carpool.wire.report import BatcherReport, SequencesReport, VersionReport
 
 INTERVAL_S: Final = 1.0
 SAMPLES_MAX: Final = 6  # rates cover the time from the oldest of them to the newest: 5 s
@@ -119,12 +119,14 @@ class Figures(NamedTuple):
     dead: int = 0  # dead letters
     loading: bool = False  # a worker loads it
     memory: Memory | None = None  # None: no worker tells
+    versions: Mapping[str, VersionReport] = {}  # what workers of each did since the batcher became active
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
         refused = {reason: requests._asdict() for reason, requests in self.refused.items()}
         missed = {cause: requests._asdict() for cause, requests in self.missed.items()}
         failed = {status: requests._asdict() for status, requests in self.failed.items()}
+        versions = {version: of._asdict() for version, of in self.versions.items()}
         stepping = None if self.stepping is None else self.stepping._asdict()
         sequences = None if self.sequences is None else self.sequences.as_json()
         changed = {
@@ -133,6 +135,7 @@ class Figures(NamedTuple):
             "failed": failed,
             "stepping": stepping,
             "sequences": sequences,
+            "versions": versions,
             "memory": None if self.memory is None else self.memory._asdict(),
         }
         return {**self._asdict(), **changed}
@@ -181,6 +184,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         last_error_s=(report.at_us - report.last_error[1]) / 1e6 if report.last_error else None,
         stepping=_stepping(base, report, over_s),
         sequences=_sequences(base, report, over_s),
+        versions=report.versions,
     )
 
 

@@ -144,10 +144,10 @@ OF_COMMANDS: Final = frozenset(
         "content_type", "correlation_id", "cost", "data_dir", "enqueue", "expiration_ms", "field", "force",
         "gateway", "gateway_port", "id", "ids", "in_flight", "intercept_ms", "keep", "lane", "latency_ms",
         "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority", "queries", "rate",
-        "raw", "reason", "record", "redis", "redis_port", "reload", "repository", "requests", "result_ttl",
-        "rotate", "rounds", "seconds", "secrets", "seed", "sequence_end", "sequence_id", "sequence_index",
-        "sequence_start", "slope_ms", "status", "stream", "tenant", "timeout", "timeout_s", "trip_ms",
-        "trip_noise", "trip_slope_ms", "workers",
+        "none", "raw", "reason", "record", "redis", "redis_port", "reload", "repository", "requests",
+        "result_ttl", "rotate", "rounds", "seconds", "secrets", "seed", "sequence_end", "sequence_id",
+        "sequence_index", "sequence_start", "slope_ms", "status", "stream", "tenant", "timeout", "timeout_s",
+        "trip_ms", "trip_noise", "trip_slope_ms", "version", "workers",
     )
 )  # fmt: skip
 

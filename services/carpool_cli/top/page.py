@@ -21,6 +21,7 @@ from rich.text import Text
 
 from carpool.figures import Figures, Memory, Requests, SequenceFigures, Stepping
 from carpool.shown import printable
+from carpool_cli.models import describe_version
 from carpool_cli.screen import build_table, clip, count, duration, size
 
 NAME_COLUMNS: Final = 28  # of a model's name in the table of a terminal; the details show all of it
@@ -205,6 +206,13 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield "failed requests", [_requests(status, number) for status, number in model.failed.items()]
     if model.last_error_s is not None:
         yield "last error", [f"{model.last_error}, {duration(model.last_error_s)} ago"]
+    yield from _further(model)
+
+
+def _further(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
+    """Versions side by side, dead letters, and deadlines."""
+    if len(model.versions) > 1:
+        yield "versions", [f"{one}: {describe_version(of)}" for one, of in sorted(model.versions.items())]
     if model.dead:
         yield "dead letters", [f"{model.dead:,}; `carpool dead list` shows them"]
     if model.missed:

@@ -106,6 +106,8 @@ class Inference:
         headers = exchange.headers
         options = options_of(headers)
         key.set_tenant(options)
+        if (version := exchange.parameters.get("version")) is not None:
+            options["version"] = version
         default_s = TIMEOUT_S if is_async else self._default_timeout_s
         if not is_kept and "result_ttl" in options:
             raise InvalidArgumentError(

@@ -53,14 +53,6 @@ def unknown_model(name: str) -> NotFoundError:
     return NotFoundError(f"Request for unknown model: '{name}' is not found")
 
 
-def check_version(name: str, version: str, of_model: str = VERSION) -> None:
-    """Raise NotFoundError unless this is the version of a model; each has one."""
-    if version != of_model:
-        raise NotFoundError(
-            f"Request for unknown model: '{name}' version {version} is not found; it has version {of_model}"
-        )
-
-
 def health(*, live: bool, ready: bool) -> bytes:
     """Whether the server lives, and whether it can serve. Some clients look for one name, some for the
     other."""
@@ -77,7 +69,7 @@ def model_metadata(model: OfferedModel) -> bytes:
     return _encode(
         {
             "name": model.name,
-            "versions": [model.version],
+            "versions": list(model.versions) or [model.version],
             "platform": PLATFORM,
             "inputs": [_tensor_metadata(spec) for spec in model.inputs],
             "outputs": [_tensor_metadata(spec) for spec in model.outputs],

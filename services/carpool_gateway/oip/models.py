@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
+from carpool.errors import NotFoundError
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.spoken import NOT_SPOKEN, Spoken
-from carpool.wire.registration import decode_inputs, decode_outputs
+from carpool.wire.registration import VERSIONS, decode_inputs, decode_outputs
 from carpool.wire.tensors import TensorSpec
 
 VERSION: Final = "1"  # of a model that declares none
@@ -31,6 +32,9 @@ class OfferedModel:
     settings: ModelSettings
     version: str = VERSION
     spoken: Spoken = NOT_SPOKEN  # what it says of OpenAI's API
+    versions: Sequence[str] = ()  # those that living workers name
+    asked: str = ""  # the version that a request asks for, which `version` is then
+    _of_versions: dict[str, Self] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -42,7 +46,21 @@ class OfferedModel:
         inputs, outputs = decode_inputs(registration), decode_outputs(registration)
         kind, version = ModelKind.of(registration), registration.get("version", VERSION)
         spoken = Spoken.of(registration)
-        return cls(name, inputs or [BODY], outputs or [RESULT], kind, settings, version, spoken)
+        versions = registration.get(VERSIONS, "").split()
+        return cls(name, inputs or [BODY], outputs or [RESULT], kind, settings, version, spoken, versions)
+
+    def of_version(self, version: str | None) -> Self:
+        """The model for requests that ask for this version; None, or empty: for those that ask for none. The
+        same object each time. Raises NotFoundError if no worker names it."""
+        if not version:
+            return self
+        found = self._of_versions.get(version)
+        if found is None:
+            if version not in (self.versions or (self.version,)):
+                raise unknown_version(self.name, version, self.versions or (self.version,))
+            asked = version if self.versions else ""  # else no worker says which one it has
+            found = self._of_versions[version] = replace(self, version=version, asked=asked, _of_versions={})
+        return found
 
     @property
     def declares_inputs(self) -> bool:
@@ -53,6 +71,12 @@ class OfferedModel:
     def declares_outputs(self) -> bool:
         """Whether its outputs are its own."""
         return self.outputs[0] is not RESULT
+
+
+def unknown_version(name: str, version: str, versions: Sequence[str]) -> NotFoundError:
+    """The error for a version that no worker of a model has, in words for which clients look."""
+    has = f"version {versions[0]}" if len(versions) == 1 else f"versions {', '.join(versions)}"
+    return NotFoundError(f"Request for unknown model: '{name}' version {version} is not found; it has {has}")
 
 
 def shown_shape(spec: TensorSpec) -> list[int]:

@@ -86,10 +86,7 @@ class Documents:
         call.authorize(request.name)
         if not MODEL_NAME.fullmatch(request.name):
             raise documents.unknown_model(request.name)
-        model = await self._catalog.model(request.name)
-        if request.version:
-            documents.check_version(request.name, request.version, model.version)
-        return model
+        return (await self._catalog.model(request.name)).of_version(request.version)
 
 
 def _decoded(name: str, message: bytes) -> Any:

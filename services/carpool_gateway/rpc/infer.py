@@ -68,13 +68,11 @@ class MessageInference:
         CarpoolErrors."""
         name = request.model_name
         call.authorize(name)
-        found = self._requests.used_lately(name)
+        found = self._requests.used_lately(name, request.model_version)
         if found is None:
             if not MODEL_NAME.fullmatch(name):
                 raise documents.unknown_model(name)
-            found = await self._requests.find(name)
-        if request.model_version:
-            documents.check_version(name, request.model_version, found[0].version)
+            found = await self._requests.find(name, request.model_version)
         return found
 
     async def prepare(

@@ -18,7 +18,7 @@ from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.options import options_of
 from carpool_gateway.tensor_requests import Asked
 from carpool_gateway.v2.generate import Generating
-from carpool_gateway.v2.infer import TensorInference, check_version
+from carpool_gateway.v2.infer import TensorInference
 from carpool_gateway.v2.sockets import OutputRequests, Requests
 from carpool_gateway.v2.streams import TensorStreams
 from carpool_gateway.websocket import WebSocket, accept
@@ -111,8 +111,7 @@ class OpenInferenceHandlers:
 
     async def _model(self, exchange: Exchange) -> OfferedModel:
         model = await self._catalog.model(exchange.model)
-        check_version(exchange, model)
-        return model
+        return model.of_version(exchange.parameters.get("version"))
 
     # --- statistics, and the repository --------------------------------------------------------------------
 

@@ -18,8 +18,6 @@ from carpool_gateway.compression import COMPRESSED_BYTES_MIN, chosen_coding, com
 from carpool_gateway.content_encoding import decompress
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import Limits
-from carpool_gateway.oip import documents
-from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.oip.prepared import Prepared, Preparer
 from carpool_gateway.oip.requests import HEADER_LENGTH
 from carpool_gateway.oip.responses import RowResult
@@ -46,20 +44,18 @@ class TensorInference:
 
     def infer(self, asked: Asked, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
         """Send the rows; answer with their outputs. Raises HttpError and CarpoolErrors."""
-        found = self._requests.used_lately(exchange.model)
+        found = self._requests.used_lately(exchange.model, exchange.parameters.get("version"))
         length = exchange.headers.get(_LENGTH)
         is_plain = b"content-encoding" not in exchange.headers and not _is_large(exchange.body, length)
         if found is None or not is_plain:
             return self._prepare(asked, exchange)
         model, channel = found
-        check_version(exchange, model)
         self._send(asked, exchange, channel, *self._preparer.prepare(model, exchange.body, length))
         return None
 
     async def _prepare(self, asked: Asked, exchange: Exchange) -> None:
         await decompress(exchange, self._limits)
-        model, channel = await self._requests.find(exchange.model)
-        check_version(exchange, model)
+        model, channel = await self._requests.find(exchange.model, exchange.parameters.get("version"))
         if exchange.is_gone:
             return
         body, length = exchange.body, exchange.headers.get(_LENGTH)
@@ -107,13 +103,6 @@ class TensorInference:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)  # the event loop has only a weak reference
         task.add_done_callback(self._tasks.discard)
-
-
-def check_version(exchange: Exchange, model: OfferedModel) -> None:
-    """Raise NotFoundError if the path names a version that the model does not have."""
-    version = exchange.parameters.get("version")
-    if version is not None:
-        documents.check_version(exchange.model, version, model.version)
 
 
 def _is_large(body: bytes, length: bytes | None) -> bool:

@@ -217,7 +217,8 @@ class Requests(Conversation):
         body = json.dumps(read.body, separators=(",", ":"), ensure_ascii=False).encode()
         request = request_of(read.id, (), read.parameters)
         memory = self.socket.wire.memory
-        chunks = await self.streams.send_value(self.asked, self.opened.model, body, request, memory)
+        version = self.opened.parameters.get("version")
+        chunks = await self.streams.send_value(self.asked, self.opened.model, body, request, memory, version)
         async with chunks:
             async for item in chunks:
                 await self.socket.wire.until_read()

@@ -63,7 +63,9 @@ class TensorStreams:
             raise ProtocolError(
                 f"the model {model.name!r} steps, so a request has one row, and this one has {rows}"
             )
-        timeout_s, fields = self._requests.admit(asked, request, rows, planned.accept, planned.fields)
+        timeout_s, fields = self._requests.admit(
+            asked, request, rows, planned.accept, planned.fields, model.asked
+        )
         channel = await self._requests.channel(model.name)
         bodies = [Encoded(planned.content_type, b"", planned.bodies[at]) for at in range(rows)]
         if rows != 1 or is_joined:
@@ -73,11 +75,18 @@ class TensorStreams:
         return _Streamed(model, planned, self._chunks(channel, bodies[0], fields, timeout_s, memory))
 
     async def send_value(
-        self, asked: Asked, name: str, body: bytes, request: InferRequest, memory: BodyMemory
+        self,
+        asked: Asked,
+        name: str,
+        body: bytes,
+        request: InferRequest,
+        memory: BodyMemory,
+        version: str | None = None,
     ) -> Chunks:
-        """Send the JSON of a value to a model, with the parameters of `request`. Raises HttpError and
-        CarpoolErrors."""
-        timeout_s, fields = self._requests.admit(asked, request, 1, "", request.parameters)
+        """Send the JSON of a value to a model, or to a version of it, with the parameters of `request`.
+        Raises HttpError and CarpoolErrors."""
+        of_version = (await self.find(name, version)).asked if version else ""
+        timeout_s, fields = self._requests.admit(asked, request, 1, "", request.parameters, of_version)
         channel = await self._requests.channel(name)
         return self._chunks(channel, Encoded(JSON, b"", body), fields, timeout_s, memory)
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TypedDict
 import numpy as np
 
 from carpool.errors import InvalidArgumentError
-from carpool.keys import CORRELATION_ID
+from carpool.keys import CORRELATION_ID, MODEL_VERSION
 from carpool.messages.requests import PRIORITY_LEVELS
 from carpool.wire.content_types import ACCEPT, checked
 from carpool.wire.request_fields import (
@@ -49,7 +49,7 @@ _WHOLE_NUMBERS: Final = {  # from which to which; no floats, and no text
     "sequence_index": (0, MAX_INDEX),
 }
 _WHOLE_FIELDS: Final = _WHOLE_NUMBERS.keys() & CARPOOL_FIELDS
-_TEXTS: Final = frozenset({"lane", "tenant", "traceparent", ACCEPT})  # a number becomes its digits
+_TEXTS: Final = frozenset({"lane", "tenant", "traceparent", "version", ACCEPT})  # a number becomes its digits
 # Beside these: seconds, int or float (`timeout`, `not_before`); a content type (`content_type`, `accept`); an
 # ID, a plain str (`correlation_id`, `sequence_id`); True or False (`sequence_start`, `sequence_end`).
 
@@ -61,6 +61,7 @@ _RESERVED_FIELDS: Final = (CARPOOL_FIELDS | COLUMN_FIELDS | STORED_BODY_FIELDS |
     "priority",
     "lane",
     "cost",
+    "version",
     *_OWN_OPTIONS,
 }
 
@@ -73,6 +74,8 @@ class RequestOptions(TypedDict, total=False):
         may override that.
     `priority`: 0 to 9, higher first; by default 4.
     `lane`: only requests of the same lane share a batch.
+    `version`: the version of the model that must execute the request; by default any may. NotFoundError if no
+        worker has it.
     `cost`: what the request counts towards the model's `max_batch_cost`; by default 1.
     `tenant`: tenants share the model by its `tenant_weights`.
     `content_type`: how to encode the body; by default its type decides. Bytes may have any, such as
@@ -96,6 +99,7 @@ class RequestOptions(TypedDict, total=False):
     timeout: float | None
     priority: int | None
     lane: str | None
+    version: str | None
     cost: int | None
     tenant: str | None
     content_type: str | None
@@ -190,6 +194,8 @@ def optional_fields(options: RequestOptions, timeout_s: float | None) -> dict[st
         )
     if (content_type := options.get("content_type")) is not None:
         _check_content_type(content_type)
+    if "version" in fields:
+        _check_version(fields["version"])
     if ACCEPT in fields:
         accept = fields[ACCEPT]
         checked(ACCEPT, accept if type(accept) is str else accept.decode("ascii", "replace"))
@@ -219,7 +225,7 @@ def _given_fields(options: RequestOptions) -> Iterator[tuple[str, Any]]:
         if text in _OWN_OPTIONS:
             raise InvalidArgumentError(f"{text}: is an option of its own; remove it from `fields`")
         yield text, value
-    for name in ("priority", "lane", "cost", "tenant", "accept"):
+    for name in ("priority", "lane", "version", "cost", "tenant", "accept"):
         if (option := options.get(name)) is not None:
             yield name, option
 
@@ -302,6 +308,15 @@ def _check_content_type(content_type: Any) -> None:
     if not isinstance(content_type, str):
         raise InvalidArgumentError(f"content_type: {_shown(content_type)} must be text, such as image/png")
     checked("content_type", _encodable("content_type", content_type))
+
+
+def _check_version(version: bytes | str | int) -> None:
+    text = version.decode("ascii", "replace") if type(version) is bytes else version
+    if type(text) is not str or not MODEL_VERSION.fullmatch(text):
+        raise InvalidArgumentError(
+            f"version: {_shown(version)} must have 1 to 128 characters: letters, digits, "
+            "'.', '_', ':', '+', '-'"
+        )
 
 
 def _shown(value: Any) -> str:

@@ -28,7 +28,7 @@ from carpool.model_settings import MAX_RESULT_TTL_MS, ModelKind
 from carpool.rows import BODY_TTL_MS, stored_names
 from carpool.store.arguments import Group, ScriptKeys, change_args, group_list_args, list_args
 from carpool.store.connection import Argument, Command, CommandError, Link, Script
-from carpool.store.directory import no_errors, texts
+from carpool.store.directory import in_streams_of_versions, no_errors, texts
 from carpool.store.reader import ENTRIES_MAX, mean_bytes
 from carpool.store.results import (
     DELIVER_IN_ORDER,
@@ -223,8 +223,7 @@ class BatcherStore:
 
     def number_in_flight(self) -> int:
         """How many batches are in the streams of versions."""
-        streams = self._batch_streams[1:]
-        return sum(no_errors(self._link.call_many(*[("XLEN", stream) for stream in streams])))
+        return in_streams_of_versions(self._link, self.keys, self.versions)
 
     def versions_of_workers(self) -> dict[str, str]:
         """By the name of each worker the version that it declares, '' if none. Some of these may be gone."""

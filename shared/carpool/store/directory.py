@@ -78,8 +78,12 @@ class Directory:
             ("GET", keys.report),
             ("XLEN", keys.dead),
             ("EXISTS", keys.loading),
+            ("SMEMBERS", keys.versions),
         )
+        *replies, versions = replies
         time_reply, waiting, in_flight, workers, batcher, report, dead, loading = no_errors(replies)
+        if not isinstance(versions, CommandError):  # rules of another version for this role
+            in_flight += in_streams_of_versions(self._link, keys, [one.decode() for one in versions])
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
         names = alive(workers, at_us // 1000)
         memory = self._memory(keys, names) if names else ()
@@ -143,6 +147,11 @@ class Directory:
     def close(self) -> None:
         """Close the connection."""
         self._link.close()
+
+
+def in_streams_of_versions(link: Link, keys: Keys, versions: Sequence[str]) -> int:
+    """How many batches are in flight in the streams of these versions."""
+    return sum(no_errors(link.call_many(*[("XLEN", keys.batches_of(version)) for version in versions])))
 
 
 def take_snapshot(link: Link, keys: Keys, clock: RedisClock) -> ModelSnapshot:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from carpool.clock import RedisClock
 from carpool.keys import Keys, models_key
 from carpool.store.connection import Argument, Link
-from carpool.store.directory import no_errors, take_snapshot
+from carpool.store.directory import in_streams_of_versions, no_errors, take_snapshot
 
 _SCANNED: Final = 1000  # keys of Redis that one SCAN looks at
 _DELETED: Final = 500  # keys in one DEL
@@ -56,7 +56,9 @@ class Removal:
     def use(self) -> Use:
         """What uses the model now."""
         snapshot = take_snapshot(self._link, self._keys, RedisClock())
-        return Use(snapshot.model_processes, snapshot.waiting_entries, snapshot.batches_in_flight)
+        in_flight = snapshot.batches_in_flight
+        in_flight += in_streams_of_versions(self._link, self._keys, snapshot.versions)
+        return Use(snapshot.model_processes, snapshot.waiting_entries, in_flight)
 
     def remove_if_unused(self) -> Removed | Use:
         """Remove the model, unless something uses it: then only say what does.

@@ -5,8 +5,9 @@ Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` 
 (`ModelKind`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
 Inference Protocol. `parameters` is a JSON map of what the model was loaded with, as text for people; secrets
 are hidden. `settings_from` is one of the settings that are not the model's own, with what gives them: `--set`
-or `file`. `version` is the name of the model's version, if it declares one. `speaks` and `understands` are
-JSON lists of what it declares of OpenAI's API (`carpool.spoken`).
+or `file`. `version` is the name of the model's version, if it declares one; `versions`, which no worker
+declares, those of all living workers, with spaces between them. `speaks` and `understands` are JSON lists of
+what it declares of OpenAI's API (`carpool.spoken`).
 
 Each worker declares such a hash. What is registered is made of those of living workers (`combined`).
 
@@ -25,9 +26,11 @@ from carpool.spoken import NOT_SPOKEN, SPEAKS, UNDERSTANDS, Spoken
 from carpool.wire.tensors import TensorSpec
 
 VERSION: Final = "version"
+VERSIONS: Final = "versions"
 _TENSORS: Final = ("inputs", "outputs")
 _SETTINGS_FROM: Final = "settings_from"
-OPTIONAL_FIELDS: Final = (*_TENSORS, "parameters", _SETTINGS_FROM, VERSION, SPEAKS, UNDERSTANDS)
+_DECLARED: Final = (*_TENSORS, "parameters", _SETTINGS_FROM, VERSION, SPEAKS, UNDERSTANDS)
+OPTIONAL_FIELDS: Final = (*_DECLARED, VERSIONS)
 
 Registration = Mapping[str, str]
 """The fields of such a hash."""
@@ -124,8 +127,10 @@ def combined(
         declared = [fields.get(name) for fields in of_kind]
         return latest.get(name) if latest.get(name) in declared else declared[0]
 
-    unordered = {name: latest_of(name) for name in ("policy", "tenant_weights", *OPTIONAL_FIELDS)}
+    unordered = {name: latest_of(name) for name in ("policy", "tenant_weights", *_DECLARED)}
     fields = {name: text for name, text in unordered.items() if text is not None}
+    if versions := " ".join(filter(None, versions_of((own, *others)))):
+        fields[VERSIONS] = versions
     settings = [ModelSettings.from_readable(declared) for declared in of_kind]
     tightest = ModelSettings.tightest(settings, ModelSettings.from_readable(fields))
     return {**tightest.as_text(), **kind.fields, **fields}

@@ -54,6 +54,17 @@ class SequencesReport(NamedTuple):
     slots: int | None = None  # of all model processes of a bound model
 
 
+class VersionReport(NamedTuple):
+    """What workers of one version did, in counters. The times are added up: `total_us`, from arrival to
+    result, over requests; `compute_us`, of executions, over batches."""
+
+    requests: int
+    failed: int
+    batches: int
+    total_us: int
+    compute_us: int
+
+
 @dataclass(frozen=True, slots=True)
 class BatcherReport:
     """What a batcher publishes. Counters count since `began_us`; times are Redis's."""
@@ -82,6 +93,9 @@ class BatcherReport:
         default_factory=dict
     )  # requests that workers answered with errors, by status
     last_error: tuple[str, int] | None = None  # what the model raised last (`Failures`), and when
+    versions: dict[str, VersionReport] = field(
+        default_factory=dict
+    )  # what workers of each did, if they have any
 
     def encode(self) -> str:
         """The report as JSON."""

@@ -1,0 +1,29 @@
+"""`carpool promote`: all requests go to one version of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from carpool.settings import ConnectionSettings, read_settings
+from carpool_cli.traffic import change_shares
+
+
+class PromoteSettings(ConnectionSettings):
+    """Give all requests of a model that ask for no version to one version, its new one.
+
+    It is the version that has a share, unless --version names another one. Nothing is loaded or stopped, and
+    requests that ask for a version still get that. `carpool share` shows what follows.
+    """
+
+    model: CliPositionalArg[str] = Field(description="the model's name")
+    version: str = Field("", description="the version (default: the only one that has a share)")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Change the shares, and print them. Returns 1 if it is not clear which version is meant."""
+    settings = read_settings(PromoteSettings, argv, "carpool promote")
+    version = settings.version or None
+    return change_shares("promote", settings, settings.model, lambda traffic: traffic.promote(version))
