@@ -16,6 +16,7 @@ from carpool.errors import (
     DEADLINE_EXCEEDED,
     INTERNAL,
     INVALID_ARGUMENT,
+    NOT_FOUND,
     RESOURCE_EXHAUSTED,
     UNIMPLEMENTED,
 )
@@ -63,6 +64,8 @@ _ANSWERS: Final = (
     (INVALID_ARGUMENT, "sequence"),
     (ABORTED, "sequence"),
     (CANCELLED, "sequence"),
+    (NOT_FOUND, "version"),
+    (NOT_FOUND, _IN_FLIGHT),
 )
 _DISPATCH_REASONS: Final[tuple[DispatchReason, ...]] = get_args(DispatchReason)
 

@@ -126,7 +126,7 @@ def test_dashboard_and_alerts_use_existing_metrics() -> None:
     assert shown <= exported.keys()
     assert set(re.findall(r"carpool_\w+", ALERTS.read_text())) <= exported.keys()
     hidden = {family.name for family in families} - {exported[name] for name in shown}
-    shown_by_models = {"carpool_dead_letters_dropped", "carpool_model"}  # the command
+    shown_by_models = {"carpool_dead_letters_dropped", "carpool_model", "carpool_version_requests"}
     of_few_models = {"carpool_model_cost", "carpool_decode_wait_seconds"}
     assert hidden == {"carpool_build", *of_few_models, *shown_by_models}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -9,10 +10,14 @@ from typing import Any, Self
 
 import pytest
 
+from carpool import Client
+from carpool.errors import InvalidArgumentError
 from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.store.connection import Link
 from carpool.store.traffic import Traffic
 from carpool.wire.traffic import Division
+from support.command import carpool
+from support.http import call
 from support.stack import Service, Stack
 from support.waiting import wait_until
 
@@ -177,3 +182,52 @@ def test_the_only_worker_drains_under_load_and_the_next_one_serves_the_rest(stac
         load.wait_for(60)
         start(stack, "1")
     assert set(versions_of(stack, list(load.sent)).values()) == {"1"}
+
+
+def test_clients_ask_for_versions_and_commands_share_the_traffic(stack: Stack) -> None:
+    """The Python client, `carpool infer`, HTTP, the Open Inference Protocol; share, promote, rollback."""
+    stack.batcher()
+    for version in "12":
+        start(stack, version)
+    gateway = stack.gateway()
+    stack.wait_for_model(MODEL, workers=2)
+    with Client(stack.url) as client:
+        assert [client.infer(MODEL, 7, version=version) for version in "2121"] == ["2:7", "1:7"] * 2
+        with pytest.raises(InvalidArgumentError, match="version: 'a b' must have"):
+            client.infer(MODEL, 7, version="a b")
+    assert carpool(stack.url, "infer", MODEL, "7", "--version", "2").stdout == '"2:7"\n'
+    native, v2 = f"/carpool/v1/models/{MODEL}", f"/v2/models/{MODEL}"
+    tensor = {"inputs": [{"name": "body", "shape": [1, 1], "datatype": "BYTES", "data": ["7"]}]}
+    for version in "21":
+        answer = call(gateway.url, "POST", f"{native}/versions/{version}/infer", b"7")
+        assert (answer.json, answer.headers["carpool-model-version"]) == (f"{version}:7", version)
+        answer = call(gateway.url, "POST", f"{native}/infer", b"7", carpool_version=version)
+        assert answer.json == f"{version}:7"
+        answer = call(gateway.url, "POST", f"{v2}/versions/{version}/infer", json.dumps(tensor).encode())
+        assert answer.json["model_version"] == version, answer.json
+        assert answer.json["outputs"][0]["data"][0].startswith(f"{version}:")
+    assert call(gateway.url, "GET", v2).json["versions"] == ["1", "2"]
+    assert call(gateway.url, "POST", f"{v2}/versions/3/infer", json.dumps(tensor).encode()).code == 404
+
+    assert "any worker takes" in carpool(stack.url, "share", MODEL).stdout
+    assert " 10%  version 2\n   90%  version 1" in carpool(stack.url, "share", MODEL, "2=10%").stdout
+    assert "100%  version 2" in carpool(stack.url, "promote", MODEL).stdout
+    wait_until(lambda: is_given(stack, Division({"2": 100}, "12")), description="version 2 has all traffic")
+    assert "  0%  version 2\n  100%  version 1" in carpool(stack.url, "rollback", MODEL).stdout
+    (state,) = json.loads(carpool(stack.url, "models", "--json").stdout)
+    assert state["shares"] == {"2": 0}
+    wait_until(
+        lambda: {version for version, of in by_version(stack).items() if of["requests"] >= 5} == {"1", "2"},
+        description="the report has the requests of both versions",
+    )
+    assert not by_version(stack)["2"]["failed"]
+    assert "Versions of clf" in carpool(stack.url, "models").stdout
+    assert "any worker takes" in carpool(stack.url, "share", MODEL, "--none").stdout
+    for mistake in (("promote", MODEL), ("share", MODEL, "2"), ("share", "nobody", "2=1%")):
+        failed = carpool(stack.url, *mistake)
+        assert failed.returncode == 1 and failed.stderr.startswith(f"carpool {mistake[0]}: ")
+
+
+def by_version(stack: Stack) -> Any:
+    (state,) = json.loads(carpool(stack.url, "models", "--json").stdout)
+    return state["by_version"]

@@ -18,6 +18,7 @@ from carpool.errors import INTERNAL, CarpoolError
 from carpool.messages.batches import Batch, BatchedRun
 from carpool.messages.requests import RAW
 from carpool.messages.results import Chunk, Result
+from carpool.messages.settled import BatchSettled, Failures
 from carpool.service_metrics import (
     DURATIONS_US,
     PERCENTS,
@@ -29,6 +30,7 @@ from carpool.service_metrics import (
 from carpool.store.connection import CommandError, LinkError
 from carpool.store.steps import KeptChunk, StepWrite
 from carpool.wire.report import SequencesReport
+from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.meter import BatcherMetrics, Meter, SequenceMeter
 from carpool_gateway.limits import Limits
 from carpool_gateway.meter import ROUTES, GatewayMetrics
@@ -229,7 +231,9 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
     gateway.server = Server(cast(App, None), Limits(), "")
     for route in ROUTES:
         gateway.count_answer(route, 200, 1)
-    Meter(batcher, MODEL)
+    meter = Meter(batcher, MODEL)
+    settled = BatchSettled("b", "w/0", 2, 1, 1, 2, failures=Failures({INTERNAL: 1}, ""))
+    meter.versions.settled("2", settled, InFlightBatch(0, 2, "", {}))
     SequenceMeter(batcher.sequences, MODEL).export(SequencesReport(1, 1, 1, 1, 1))
     for gauge in batcher.gauges:
         gauge.labels(MODEL)

@@ -114,9 +114,13 @@ def test_registered_tensors_that_cannot_be_read() -> None:
 
 def test_errors() -> None:
     assert documents.unknown_model("NONE").detail == "Request for unknown model: 'NONE' is not found"
-    documents.check_version("m", "1")
-    with pytest.raises(NotFoundError, match="version 2 is not found"):
-        documents.check_version("m", "2")
+    unnamed, named = (OfferedModel.of("m", registered) for registered in ({}, {"versions": "1 2"}))
+    assert unnamed.of_version("1").asked == "" and unnamed.of_version("").version == "1"
+    assert named.of_version("2") is named.of_version("2")
+    assert (named.of_version("2").asked, named.of_version("2").version, named.asked) == ("2", "2", "")
+    for model, has in ((unnamed, "it has version 1"), (named, "it has versions 1, 2")):
+        with pytest.raises(NotFoundError, match=f"version 3 is not found; {has}"):
+            model.of_version("3")
     assert parsed(documents.model_ready("m")) == {"name": "m", "ready": True}
 
 

@@ -112,7 +112,7 @@ def test_one_worker_registers_what_it_declares() -> None:
     own = declared(tensor="x", max_batch_size=4, tenant_weights={"gold": 4})
     assert combined(own, []) == own
     assert combined(own, [], declared(max_batch_size=64)) == own  # of a worker that is gone
-    others = {"outputs", "parameters", "settings_from", "version", "speaks", "understands"}
+    others = {"outputs", "parameters", "settings_from", "version", "versions", "speaks", "understands"}
     assert set(own) | others == set(FIELDS)
 
 
@@ -123,6 +123,7 @@ def test_version_is_that_of_the_worker_that_registered_last_while_one_has_it() -
     assert combined(new, [old])["version"] == combined(old, [new], new)["version"] == "2"
     assert combined(old, [], new)["version"] == "1"  # the other one has gone
     assert "version" not in combined(unnamed, [], new) and "version" not in combined(unnamed, [new])
+    assert combined(new, [old, unnamed])["versions"] == "1 2" and "versions" not in combined(unnamed, [])
     assert (differing([old, new]), versions_of([new, old, unnamed, new])) == ({}, {"": 1, "1": 1, "2": 2})
 
 
