@@ -142,7 +142,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant(
             "run scripts",
             "evalsha eval",
-            "batcher report requests batches progress order tickets result replies body kept sequence "
+            "batcher report requests batches batches_of progress order tickets result replies body kept sequence "
             "sequences inbox workers statistics",
         ),
         Grant("load the script keep, which producers run", "script|load"),
@@ -153,6 +153,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("list the processes of a bound model that drain", "smembers", "draining"),
         Grant("read which versions workers have, and their shares", "hgetall", "declared shares"),
         Grant("list the versions that have batch streams", "smembers", "versions"),
+        Grant("see which batches a process has that drains", "xpending", "batches"),
         _Lua("dispatch"), _Lua("answer"), _Lua("statistics"), _Lua("reassign abandon"),
         Grant("count the chunks of streams in flight", "hget", "progress"),
         _Lua("answered"), _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("record"),
@@ -235,7 +236,8 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
     keys = Keys("M", re.sub(r"([*?\[\]\\])", r"\\\1", prefix))
     of_one_model = {
         "requests": keys.requests,
-        "batches": f"{keys.batches}*",  # with those of versions
+        "batches": f"{keys.batches}*",  # with those of versions, which are:
+        "batches_of": keys.batches_of("*"),
         "versions": keys.versions,
         "shares": keys.shares,
         "settled": keys.settled,

@@ -708,10 +708,10 @@ FORBIDDEN: Final = {
     ],
     "batcher": [
         "SADD carpool:models x", "SREM carpool:models m", f"XADD {D} * a b",
-        f"XACK {B} {W} 1-1", f"XREAD STREAMS {D} 0",
+        f"XREAD STREAMS {D} 0",
         f"XGROUP DESTROY {B} {W}", f"XCLAIM {B} {W} me 0 1-1", f"ZREMRANGEBYRANK {Z} 0 1",
         f"XREADGROUP GROUP {W} me STREAMS {B} >", f"XGROUP CREATE {B} me 0", f"XAUTOCLAIM {B} {W} me 0 0",
-        f"XGROUP CREATECONSUMER {B} {W} me", f"XPENDING {B} {W}", f"XGROUP SETID {B} {W} 0",
+        f"XGROUP CREATECONSUMER {B} {W} me", f"XGROUP SETID {B} {W} 0",
         f"XRANGE {D} - +", f"BLPOP {A} 1", f"LRANGE {A} 0 -1", f"XTRIM {R} MAXLEN 0",
         "CONFIG GET *", "ACL LOAD", "CLIENT LIST", "CLIENT KILL ID 1", "CLIENT UNBLOCK 1", f"DEL {D}",
         f"GETRANGE {G} 0 1", "MULTI", "SCAN 0",
@@ -752,7 +752,7 @@ FORBIDDEN_BY_SELECTORS: Final = {
     ],
     "batcher": [
         f"DEL {R}", f"SET {R} x", f"XDEL {B} 1-1", f"XADD {S} * a b", f"GET {A}", f"XREAD STREAMS {B} 0",
-        f"DEL {M}", f"DEL {Z}", f"HDEL {M} max_batch_size", f"HDEL {R} x", f"DEL {B}",
+        f"XACK {B} {W} 1-1", f"DEL {M}", f"DEL {Z}", f"HDEL {M} max_batch_size", f"HDEL {R} x", f"DEL {B}",
         f"GET {T}", f"LPOP {A}", f"HGET {M} max_batch_size", f"UNLINK {R}", f"SET {G} x", f"PEXPIRE {R} 1",
         f"ZADD {Z} 1 me", f"ZREM {Z} x", f"HGET {Q} state", f"HGETALL {Q}", f"HSET {M} max_batch_size 1",
     ],

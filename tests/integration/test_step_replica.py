@@ -441,7 +441,8 @@ def write_without_the_count_of_chunks(patch: Patch) -> None:
 
 @FAULTS.found(examples=24)
 def write_without_being_the_owner(patch: Patch) -> None:
-    replace_in_script(patch, "_STEP", r"if epochs\[id\] ~= epoch then return 'FENCED' end", "")
+    is_owner = r"if epochs\[stream_of\(id\)\]\[entry_of\(id\)\] ~= epoch then return 'FENCED' end"
+    replace_in_script(patch, "_STEP", is_owner, "")
 
 
 @FAULTS.found(examples=19)

@@ -5,7 +5,8 @@
 --       the ID is appended)
 -- ARGV  1 entry ID
 -- Returns the new ID, or nil if the batch was settled meanwhile. O(bytes of the batch).
--- GRANT batcher batches xrange xpending xack xdel xadd
+-- GRANT batcher batches_of xrange xpending xack xdel
+-- GRANT batcher batches xadd
 -- GRANT batcher progress exists rename
 local entry = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
 if not entry then return nil end
