@@ -145,6 +145,9 @@ class Session:
             self._order.launched(batch_id, dispatch.runs)
         scheduler.set_in_hand(self._in_hand)
         scheduler.adopted(self._clock.now_us())
+        living = scheduler.versions.processes
+        for version in [version for version in store.versions if living and version not in living]:
+            store.forget_version(version)
 
     def _reassigned(self, in_flight: Iterable[_InFlight]) -> Iterator[_InFlight]:
         """These batches. One for a version whose workers are all gone is given to those of any version,

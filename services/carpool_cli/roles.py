@@ -142,8 +142,8 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant(
             "run scripts",
             "evalsha eval",
-            "batcher report requests batches batches_of progress order tickets result replies body kept sequence "
-            "sequences inbox workers statistics",
+            "batcher report requests batches batches_of progress order tickets result replies body kept "
+            "sequence sequences inbox workers statistics versions",
         ),
         Grant("load the script keep, which producers run", "script|load"),
         Grant("list the sequences that are kept when it takes over", "zrange", "sequences"),
@@ -154,7 +154,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("read which versions workers have, and their shares", "hgetall", "declared shares"),
         Grant("list the versions that have batch streams", "smembers", "versions"),
         Grant("see which batches a process has that drains", "xpending", "batches"),
-        _Lua("dispatch"), _Lua("answer"), _Lua("statistics"), _Lua("reassign abandon"),
+        _Lua("dispatch"), _Lua("answer"), _Lua("statistics"), _Lua("reassign abandon forget_version"),
         Grant("count the chunks of streams in flight", "hget", "progress"),
         _Lua("answered"), _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("record"),
     ),

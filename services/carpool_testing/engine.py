@@ -94,7 +94,8 @@ class Engine(ABC):
         self._bodies = bodies
         self._codec = Codec(ready)
         self._scheduler = Scheduler(model.settings, kind=ready.kind)
-        self._scheduler.set_processes([PROCESS])
+        self._scheduler.set_processes([PROCESS], (), {PROCESS: ready.version})
+        self._scheduler.versions.be_final()
         self._scheduler.sequences.complete()  # there is nothing to read that another batcher left
         self._numbers = count(1)
         self._refused: list[Refusal] = []  # on arrival; answered in the next turn

@@ -387,18 +387,23 @@ class Stack:
 
     def wait_until_idle(self, model: str, timeout_s: float = RESULT_S) -> None:
         """Wait until no request of the model waits or is in flight."""
-        keys = Keys(model)
+        requests = Keys(model).requests
         wait_until(
-            lambda: self.redis.xlen(keys.requests) == self.redis.xlen(keys.batches) == 0,
+            lambda: not any(self.redis.xlen(key) for key in (requests, *self.batch_streams(model))),
             description=f"no request of {model} waits or is in flight",
             timeout_s=timeout_s,
         )
 
+    def batch_streams(self, model: str) -> list[str]:
+        """The streams of batches of a model: the common one, and those of versions."""
+        keys = Keys(model)
+        versions = sorted(version.decode() for version in self.redis.smembers(keys.versions))
+        return [keys.batches, *map(keys.batches_of, versions)]
+
     def pending(self, model: str) -> int:
-        """The number of batches in Redis's pending entries list."""
-        (group,) = self.redis.xinfo_groups(Keys(model).batches)
-        count: int = group["pending"]
-        return count
+        """The number of batches in Redis's pending entries lists."""
+        groups = [group for key in self.batch_streams(model) for group in self.redis.xinfo_groups(key)]
+        return sum(group["pending"] for group in groups)
 
     def has_batch(self, model: str, worker: Service) -> bool:
         """Whether the worker has a batch."""
@@ -446,6 +451,8 @@ def fixed_keys(model: str) -> set[str]:
         keys.dead,
         keys.registration,
         keys.workers,
+        keys.versions,
+        keys.shares,
         keys.statistics,
         "carpool:models",
     }

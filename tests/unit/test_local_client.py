@@ -156,6 +156,16 @@ def test_batches_are_those_of_the_settings_and_lanes() -> None:
     assert (model.devices, model.unloads) == (["cuda:1"], 1)
 
 
+def test_a_version_that_the_model_has_may_be_asked_for() -> None:
+    class Named(Model):
+        version = "2"
+
+    with LocalClient({"m": Named}) as client:
+        assert client.infer("m", 7, version="2") == client.infer("m", 7)
+        with pytest.raises(NotFoundError, match=r"no worker has version '3' .*have workers: 2"):
+            client.infer("m", 7, version="3")
+
+
 def test_a_failing_request_fails_alone() -> None:
     with LocalClient({"model": Model}) as client:
         futures = [client.submit("model", body) for body in ("a", "raise", "refused", "b")]

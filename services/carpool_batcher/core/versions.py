@@ -14,17 +14,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+NEVER_US: Final = 1 << 62
 VERSION_AWAITED_US: Final = 5_000_000  # about as long as the lease of a worker
 MISSED_MAX: Final = 1000  # versions that are remembered to be missing
 
 
 class Versions:
-    """`processes`: how many take batches, by version, which is '' for those that name none; as of
-    `known_us`."""
+    """`processes`: how many take batches, by version, which is '' for those that name none; as of `known_us`.
+    `awaited_us`: how long a version that is missing is awaited."""
 
     def __init__(self) -> None:
         self.processes: Mapping[str, int] = {}
         self.known_us = 0
+        self.awaited_us = VERSION_AWAITED_US
         self._missing_since_us: dict[str, int] = {}  # of versions that requests ask for
 
     def set_processes(self, processes: Mapping[str, int], now_us: int) -> None:
@@ -34,6 +36,10 @@ class Versions:
             del self._missing_since_us[version]
         if not had_any:
             self._missing_since_us = dict.fromkeys(self._missing_since_us, now_us)
+
+    def be_final(self) -> None:
+        """No process comes or goes any more: what asks for another version need not wait."""
+        self.awaited_us, self.known_us = 0, NEVER_US
 
     def miss(self, versions: Iterable[str], now_us: int) -> None:
         """Requests that wait, or are in flight, ask for these versions."""
@@ -47,7 +53,7 @@ class Versions:
         """Those of these versions whose requests are not to wait any more."""
         if not self.processes:
             return []
-        until_us = now_us - VERSION_AWAITED_US
+        until_us = now_us - self.awaited_us
         return [
             version
             for version in versions
@@ -60,7 +66,7 @@ class Versions:
         if not self.processes:
             return None
         missing_since_us = [self._missing_since_us.get(version, 0) for version in versions]
-        from_us = [since_us + VERSION_AWAITED_US for since_us in missing_since_us]
+        from_us = [since_us + self.awaited_us for since_us in missing_since_us]
         return min((at_us for at_us in from_us if at_us > now_us), default=None)
 
     def describe_missing(self, version: str) -> str:

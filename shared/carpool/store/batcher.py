@@ -57,6 +57,7 @@ _REFUSE: Final = Script("refuse", after=(*DELIVER_IN_ORDER, "put_back", "sequenc
 _MISSING: Final = Script("missing")
 _REASSIGN: Final = Script("reassign")
 _ABANDON: Final = Script("abandon")
+_FORGET_VERSION: Final = Script("forget_version")
 
 SOUGHT_KEYS_MAX: Final = 900  # of a dispatch; beyond these, what was sent again is executed again
 
@@ -245,6 +246,10 @@ class BatcherStore:
         """Remove a batch for a version, all of whose requests were answered."""
         script_keys = [batch_stream(self.keys, batch_id), self.keys.progress(batch_id)]
         self._link.run(_ABANDON, script_keys, [entry_of_batch(batch_id)])
+
+    def forget_version(self, version: str) -> None:
+        """A version has no workers any more: its stream is removed, if nothing is in it."""
+        self._link.run(_FORGET_VERSION, [self.keys.batches_of(version), self.keys.versions], [version])
 
     def batches_of_process(self, process: str) -> list[str]:
         """The IDs of the batches that a model process has in hand, of all streams."""

@@ -13,7 +13,8 @@ redis.call('ZREM', KEYS[1], ARGV[1]) -- must be the first write: see deliver.lua
 redis.call('ZADD', KEYS[1], now_ms + tonumber(ARGV[2]), ARGV[1])
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[3], '*', 'worker', ARGV[1], 'size', 0)
 for k = 3, #KEYS do
-  for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[k], 'workers')) do
+  local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[k], 'workers') -- a stream of a version may be gone
+  for _, consumer in ipairs(consumers.err and {} or consumers) do
     -- name, <name>, pending, <count>, idle, <ms>
     if consumer[4] == 0 and consumer[6] > 10 * tonumber(ARGV[2])
       and not redis.call('ZSCORE', KEYS[1], consumer[2]) then
