@@ -132,6 +132,8 @@ class ConcurrentReplica(SerialReplica):
                 self._send_suspect(suspect)
             return
         for execution in self._executions:
+            if len(self._sent) >= self._batches_max:
+                return  # a fetch may bring more: as many of its version as of any
             if execution.frames and not execution.frames_sent:
                 self._send_next(execution)
 

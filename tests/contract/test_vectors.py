@@ -108,6 +108,7 @@ def described(item: Single | Refusal | Withdrawal | SequencesEnd) -> Case:
             "fields": item.extra,
             **({} if item.sequence is None else {"sequence": _part(item.sequence)}),
             **({"not_before_ms": item.not_before_ms} if item.not_before_ms else {}),
+            **({"version": item.version} if item.version else {}),
         }
     }
 

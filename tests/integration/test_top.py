@@ -211,6 +211,7 @@ def test_batcher_without_permission_to_report_still_batches(served: Stack) -> No
         "~carpool:models",
         f"~{prefix}[^s]*",
         f"~{prefix}settled",
+        f"~{prefix}shares",
         f"~{prefix}stats",
     )
     wait_until(lambda: served.events("report for carpool top not published"), description="the batcher warns")

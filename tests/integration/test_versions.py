@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -18,6 +19,7 @@ from carpool.store.traffic import Traffic
 from carpool.wire.traffic import Division
 from support.command import carpool
 from support.http import call
+from support.models.stepping import text_of
 from support.stack import Service, Stack
 from support.waiting import wait_until
 
@@ -231,3 +233,55 @@ def test_clients_ask_for_versions_and_commands_share_the_traffic(stack: Stack) -
 def by_version(stack: Stack) -> Any:
     (state,) = json.loads(carpool(stack.url, "models", "--json").stdout)
     return state["by_version"]
+
+
+def test_streams_of_a_version_are_handed_over_within_it(stack: Stack, tmp_path: Path) -> None:
+    """A stepping model: what asks for version 1 goes on at another worker of version 1."""
+    stack.batcher()
+    keys, gate = Keys("Chain"), tmp_path / "gate"
+    first = stack.worker("Chain=stepping.py:Named", *LEASE)
+    stack.worker("Chain=stepping.py:Other", *LEASE)
+    stack.wait_for_model("Chain", workers=2)
+    body = json.dumps({"length": 20, "gate": str(gate)})
+    names = [stack.send("Chain", body=body, version="1", correlation_id=f"s{number}") for number in range(4)]
+    wait_until(lambda: stack.redis.xlen(keys.batches_of("1")) == len(names), description="all are in flight")
+    wait_until(lambda: stack.pending("Chain") == len(names), description="its worker has them")
+    stack.worker("Chain=stepping.py:Named", *LEASE)
+    assert first.terminate(30) == 0
+    gate.touch()
+    for number in range(4):
+        answer = stack.result("Chain", f"s{number}", RESULT_S)
+        assert (answer["body"], answer["version"]) == (text_of(f"s{number}", 20), "1")
+    assert stack.events("requests handed over")
+    stack.wait_until_idle("Chain")
+
+
+def test_results_come_in_order_over_versions(stack: Stack) -> None:
+    stack.batcher()
+    for version in "12":
+        start(stack, version)
+    stack.wait_for_model(MODEL, workers=2)
+    stack.configure(MODEL, preserve_ordering="true")
+    names = [f"o{number}" for number in range(80)]
+    for number, name in enumerate(names):
+        asks = {"version": "12"[number % 2]} if number % 3 else {}
+        stack.send(MODEL, body=str(number), correlation_id=name, reply_to="ordered", **asks)
+    wait_until(lambda: len(stack.replies(MODEL, "ordered")) == len(names), description="all are answered")
+    assert [reply["correlation_id"] for reply in stack.replies(MODEL, "ordered")] == names
+    assert {reply["version"] for reply in stack.replies(MODEL, "ordered")} == {"1", "2"}
+
+
+def test_a_version_loses_its_only_worker_that_drains(stack: Stack, traffic: Traffic) -> None:
+    """It finishes what it has; what its share would have given to it goes to the other version."""
+    stack.batcher()
+    start(stack, "1")
+    old = start(stack, "2")
+    stack.wait_for_model(MODEL, workers=2)
+    traffic.set({"2": 100})
+    wait_until(lambda: is_given(stack, Division({"2": 100}, "12")), description="version 2 has all traffic")
+    with Load(stack, asks=("",)) as load:
+        load.wait_for(60)
+        assert old.terminate(30) == 0
+        load.wait_for(60)
+    assert set(versions_of(stack, list(load.sent)).values()) == {"1", "2"}
+    stack.wait_until_idle(MODEL)

@@ -88,6 +88,7 @@ class Single(NamedTuple):
     ticket: TicketRange | None
     sequence: SequencePart | None = None
     not_before_ms: int = 0
+    version: str = ""
 
 
 def singles(runs: Iterable[Run]) -> list[Single]:
@@ -110,6 +111,7 @@ def singles(runs: Iterable[Run]) -> list[Single]:
             ticket,
             run.sequence,
             run.not_before_ms,
+            run.version,
         )
         for run in runs
         for at, (correlation_id, ticket) in enumerate(

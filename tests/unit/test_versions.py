@@ -261,6 +261,26 @@ def test_a_request_with_several_names_of_a_stepping_model_has_slots_of_its_versi
     assert served.dispatched() == [("1!", "other")]
 
 
+def test_each_request_of_a_sequence_goes_to_the_version_of_the_sequence() -> None:
+    served = Served(ModelKind.STATEFUL)
+    served.processes("1a", "2a")
+    served.share(v2=50)
+    served.scheduler.sequences.complete()
+    division = Division({"2": 50}, ["1", "2"])
+    for sequence in [f"s{number}" for number in range(20)]:
+        for at, name in enumerate(("first", "second", "third")):
+            part = SequencePart(sequence, at == 0, at == 2, None, SequencePart.place_of(f"{at + 1}-0", 0))
+            served.offer(f"{sequence}-{name}", sequence=part)
+    found: dict[str, list[str]] = {}
+    while batches := served.dispatched():
+        for version, names in batches:
+            for name in names.split():
+                found.setdefault(name.partition("-")[0], []).append(version)
+        served.settle_all()
+    assert found == {sequence: [division.version_of(sequence)] * 3 for sequence in found}
+    assert len(found) == 20 and {versions[0] for versions in found.values()} == {"1", "2"}
+
+
 @pytest.mark.parametrize("kind", [ModelKind.BOUND])
 def test_a_bound_model_has_one_version_at_a_time(kind: ModelKind) -> None:
     served = Served(kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
+from carpool.keys import entry_of_batch
 from carpool.messages.batches import Batch
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool_worker.execution import Execution
@@ -74,7 +75,7 @@ class InHand:
     def _use_settings(self, batch: Batch) -> None:
         """The batch that was dispatched last says which settings are in effect: not one that is reclaimed
         later. One of a model that does not step has none."""
-        milliseconds, _, number = batch.id.partition("-")
+        milliseconds, _, number = entry_of_batch(batch.id).partition("-")
         dispatched = int(milliseconds), int(number)
         if not batch.settings or dispatched < self._settings_of:
             return

@@ -32,7 +32,7 @@ def request(correlation_id: str = ENTRY_ID, body: Bytes = "7", **others: Any) ->
         "stream": False,
         "fields": {},
     }
-    assert others.keys() <= {*understood, "sequence", "not_before_ms"}
+    assert others.keys() <= {*understood, "sequence", "not_before_ms", "version"}
     return {"request": understood | others}
 
 

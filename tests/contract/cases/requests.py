@@ -50,6 +50,7 @@ def understood_requests() -> list[Case]:
             becomes=[request(body={"hex": "e9"}, content_type="text/plain; charset=latin-1")],
         ),
         entry("an empty body", "body", "", becomes=[request(body="")]),
+        entry("a version", "body", "7", "version", "2025-03.b+1", becomes=[request(version="2025-03.b+1")]),
         entry("chunks are wanted", "body", "7", "stream", "1", becomes=[request(stream=True)]),
         entry("no chunks are wanted", "body", "7", "stream", "0", becomes=[request()]),
         entry(
@@ -139,6 +140,9 @@ def refused_requests() -> list[Case]:
     def case(name: str, field: str, *flat: Any, settings: Case | None = None, **answer: Any) -> Case:
         return entry(name, *flat, settings=settings, becomes=[refusal(field, **answer)])
 
+    versions = [
+        case(f"no version: {text!r}", "version", "body", "7", "version", text) for text in ("", "a b", "1@2")
+    ]
     no_numbers: dict[str, list[str | bytes]] = {
         "priority": ["10", "-1", "", "4.0", "+4", " 4", "4\n", "1_0", "high", "४", b"\xff"],
         "cost": ["-1", str(2**40 + 1), "9" * 30, "NaN"],
@@ -164,6 +168,7 @@ def refused_requests() -> list[Case]:
         }.items()
     ]
     return [
+        *versions,
         case("no body", "body", "priority", "1"),
         case("a body over the model's limit", "body", "body", "123456789", settings={"max_body_bytes": 8}),
         case("what is no content type", "content_type", "body", "7", "content_type", "text"),

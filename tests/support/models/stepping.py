@@ -67,6 +67,18 @@ class Chain:
             request.finish()
 
 
+class Named(Chain):
+    """Has a version."""
+
+    version = "1"
+
+
+class Other(Chain):
+    """The same model in another version."""
+
+    version = "2"
+
+
 class Forgetful(Chain):
     """Cannot go on from chunks."""
 
