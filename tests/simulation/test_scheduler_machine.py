@@ -303,7 +303,7 @@ class SchedulerMachine(DecisionChecks):
         # Outdated timers and claims are dropped from time to time only.
         self.waiting_max = max(self.waiting_max, len(self.waiting) + len(self.in_flight))
         assert len(self.scheduler._deadlines._timers) <= 4 * self.waiting_max + 1001
-        assert len(self.scheduler._dispatcher._index._oldest) <= 2 * len(LANES) + 65
+        assert len(self.scheduler._dispatchers.of_any._index._oldest) <= 2 * len(LANES) + 65
 
     @invariant()
     def wake_up_is_never_too_late(self) -> None:

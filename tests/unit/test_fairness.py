@@ -379,7 +379,7 @@ def test_long_row_of_new_tenants_and_lanes_leaves_nothing_behind() -> None:
             served.serve()
     while served.harness.scheduler.queue.count:
         served.serve()
-    queue, index = served.harness.scheduler.queue, served.harness.scheduler._dispatcher._index
+    queue, index = served.harness.scheduler.queue, served.harness.scheduler._dispatchers.of_any._index
     assert list(queue.lanes) == [""]
     assert all(len(turns.of) <= 1 and not turns.queues and not turns._idle for turns in queue.turns.values())
     assert index.first(list(Gate), 0) is None and not index._lanes

@@ -71,7 +71,7 @@ from carpool_batcher.core.capacity import BoundCapacity, Capacity
 from carpool_batcher.core.copies import Copies, unanswered
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Abandon, Cancel, Decision, Expire, refusal
-from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.dispatchers import Dispatchers
 from carpool_batcher.core.in_flight import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.custom import CustomPolicy
@@ -105,8 +105,9 @@ class Scheduler:
         is_bound = kind is ModelKind.BOUND
         self._model_processes = model_processes
         self.learned = Learned()
-        self._by_version = None if is_bound else ModelCapacity(self.learned, model_processes)
-        self.capacity = self._by_version or BoundCapacity(self.learned, model_processes)
+        self.capacity: Capacity = (BoundCapacity if is_bound else ModelCapacity)(
+            self.learned, model_processes
+        )
         self.versions = Versions()
         self._has_asked = False  # requests ask for versions: from then on each batch is for one
         self.processes = Processes()  # of a bound model
@@ -114,9 +115,9 @@ class Scheduler:
         self._applied = AppliedSettings(settings, kind)
         self.queue = Queue(self._applied, self.sequences)
         self._deadlines = Deadlines(self._applied, self.queue, self.capacity, self.learned)
-        self._dispatcher = self._new_dispatcher()
-        self._of_versions: dict[str, Dispatcher] = {}  # while versions are told apart
-        self._served: tuple[Collection[str], ...] = ()  # the versions that each of them has
+        self._dispatchers = Dispatchers(
+            self._applied, self.queue, self.capacity, self.learned, self.processes
+        )
         self._in_hand: set[str] = set()  # batches that processes have that drain
         self._missing_in_flight: set[str] = set()  # batches that ask for versions without processes
         self._withdrawals = PendingWithdrawals()
@@ -156,8 +157,7 @@ class Scheduler:
     @custom_policy.setter
     def custom_policy(self, policy: CustomPolicy | None) -> None:
         self._custom_policy = policy
-        for dispatcher in self._dispatchers:
-            dispatcher.settings_changed(policy)
+        self._dispatchers.settings_changed(policy)
 
     @property
     def kind(self) -> ModelKind:
@@ -174,8 +174,7 @@ class Scheduler:
         is_stepping = kind is ModelKind.STEPPING
         self._applied.usual_size = self.learned.costs.usual_size(settings.max_batch_cost) or NO_LIMIT
         self._applied.update(settings, kind)
-        for dispatcher in self._dispatchers:
-            dispatcher.settings_changed(self._custom_policy)
+        self._dispatchers.settings_changed(self._custom_policy)
         self.sequences.space.begun_max = settings.max_candidate_sequences
         self.processes.slots_each = settings.max_batch_size
         self.sequences.idle_us = settings.max_sequence_idle_ms * 1000
@@ -187,7 +186,7 @@ class Scheduler:
         """A process that executes several batches at a time counts as several."""
         each = self._settings.concurrent_batches(self.kind)
         self.capacity.resize(self._model_processes * each)
-        if self._of_versions:
+        if self._has_asked or self.queue.division is not None:
             self._arrange_dispatchers()
 
     def observe_cost(self, lane: str, requests: int, cost: int) -> None:
@@ -276,43 +275,9 @@ class Scheduler:
         self._arrange_dispatchers()
 
     def _arrange_dispatchers(self) -> None:
-        """Each version has a dispatcher, and capacity of its own, if there are several, and requests ask for
-        versions, or these have shares."""
-        if self._by_version is None:
-            return
-        are_used = self._has_asked or self.queue.division is not None
         each = self._settings.concurrent_batches(self.kind)
-        living = {version: number * each for version, number in self.versions.processes.items()}
-        several = living if are_used and len(living) > 1 else {}
-        self._by_version.tell_apart(several)
-        served = (several.keys(), living.keys() if are_used else ())
-        if served == self._served:
-            return
-        self._served = tuple(map(frozenset, served))
-        self._dispatcher = self._new_dispatcher({"", *({} if several else living)} if are_used else None)
-        self._of_versions = {version: self._new_dispatcher({version}) for version in several if version}
-        for dispatcher in self._dispatchers:
-            dispatcher.settings_changed(self._custom_policy)
-
-    def _new_dispatcher(self, versions: Collection[str] | None = None) -> Dispatcher:
-        """For the lanes of these versions; None: for all lanes."""
-        capacity: Capacity = self.capacity
-        if versions is not None and self._by_version is not None and self._by_version.by_version:
-            (version,) = versions
-            capacity = self._by_version.by_version[version] if version else self._by_version.of_any
-        return Dispatcher(
-            self._applied,
-            self.queue,
-            capacity,
-            self.learned,
-            self.processes,
-            reserve=self.capacity.reserve,
-            versions=versions,
-        )
-
-    @property
-    def _dispatchers(self) -> list[Dispatcher]:
-        return [self._dispatcher, *self._of_versions.values()]
+        processes = {version: number * each for version, number in self.versions.processes.items()}
+        self._dispatchers.serve(processes, are_used=self._has_asked or self.queue.division is not None)
 
     def _asked_versions(self) -> set[str]:
         """The versions for which requests ask that wait in lanes, or that no process will take in flight."""
@@ -374,7 +339,7 @@ class Scheduler:
         if run.sequence is None:
             detail = "sequence_id: missing; this model keeps a state for each sequence of requests"
             return refusal(run, INVALID_ARGUMENT, "input", detail)
-        if run.version and self._by_version is None:
+        if run.version and self.kind is ModelKind.BOUND:
             detail = (
                 "version: a model whose processes keep the states of sequences executes them in any version"
             )
@@ -429,10 +394,7 @@ class Scheduler:
     def oldest_arrival_us(self) -> int | None:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
-        oldest_us = self._dispatcher.oldest_arrival_us(self._polled_us)
-        for dispatcher in self._of_versions.values():
-            oldest_us = earlier(oldest_us, dispatcher.oldest_arrival_us(self._polled_us))
-        return oldest_us
+        return self._dispatchers.oldest_arrival_us(self._polled_us)
 
     # --- decisions -----------------------------------------------------------------------------------------
 
@@ -460,18 +422,12 @@ class Scheduler:
         if self._has_asked:
             decisions += self._refuse_missing(now_us)
         if not self._applied.has_sequences:
-            decisions += self._dispatch(now_us)
+            decisions += self._dispatchers.dispatch(now_us)
             return self._copies.answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
-        decisions += self._dispatch(now_us)
+        decisions += self._dispatchers.dispatch(now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
-
-    def _dispatch(self, now_us: int) -> list[Decision]:
-        if not self._of_versions:
-            return self._dispatcher.dispatch(now_us)
-        in_order = sorted(self._dispatchers, key=lambda one: one.first(now_us))
-        return [decision for dispatcher in in_order for decision in dispatcher.dispatch(now_us)]
 
     def _begin_asking(self) -> bool:
         """The first request asks for a version."""
@@ -510,9 +466,7 @@ class Scheduler:
 
     def wake_at_us(self) -> int | None:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
-        dispatch_us = self._dispatcher.wake_at_us(self._polled_us)
-        for dispatcher in self._of_versions.values():
-            dispatch_us = earlier(dispatch_us, dispatcher.wake_at_us(self._polled_us))
+        dispatch_us = self._dispatchers.wake_at_us(self._polled_us)
         wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
         if self._has_asked:
             wake_us = earlier(wake_us, self.versions.refused_from_us(self._asked_versions(), self._polled_us))
@@ -526,7 +480,7 @@ class Scheduler:
     def earliest_dispatch_us(self) -> int:
         """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not
         before one settles."""
-        return min(one.earliest_dispatch_us(self._polled_us) for one in self._dispatchers)
+        return self._dispatchers.earliest_dispatch_us(self._polled_us)
 
 
 def earlier(at_us: int | None, other_us: int | None) -> int | None:

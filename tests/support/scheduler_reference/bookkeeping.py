@@ -65,10 +65,10 @@ class Bookkeeping(RuleBasedStateMachine):
         def first(gates: Sequence[Gate], now_us: int) -> Claim | None:
             self.looks += 1
             assert self.looks <= 100 + 4 * self.number, "the dispatcher looks at the lanes for ever"
-            self.overtaken_max = max(self.overtaken_max, self.scheduler._dispatcher._overtaken)
+            self.overtaken_max = max(self.overtaken_max, self.scheduler._dispatchers.of_any._overtaken)
             return original(gates, now_us)
 
-        index = self.scheduler._dispatcher._index
+        index = self.scheduler._dispatchers.of_any._index
         original = index.first
         index.first = first  # type: ignore[method-assign]
 

@@ -124,7 +124,7 @@ class DecisionChecks(TurnChecks):
         missed = [lane for lane in LANES if self._can_dispatch(lane, taken)]
         if missed and taken >= self.scheduler.model_processes:
             # Others have overtaken a lane that comes first, and waits for a process: now these wait, too.
-            assert self.scheduler._dispatcher._overtaken >= self.scheduler.model_processes
+            assert self.scheduler._dispatchers.of_any._overtaken >= self.scheduler.model_processes
             waits = [one for one in LANES if self._in_lane(one) and one not in missed]
             assert any(self._claim(one)[0] <= self._claim(lane)[0] for one in waits for lane in missed)
         else:
