@@ -28,7 +28,11 @@ class ProcessVersions:
         workers = set(map(worker_of, snapshot.model_processes))
         if workers != self._workers or not workers <= self._declared.keys():
             self._declared, self._workers = self._store.versions_of_workers(), workers
-        return {process: self._declared.get(worker_of(process), "") for process in snapshot.model_processes}
+        found = {process: self._declared.get(worker_of(process), "") for process in snapshot.model_processes}
+        # A worker of an older Carpool names its version, and does not read a stream of it.
+        return {
+            process: version if version in snapshot.versions else "" for process, version in found.items()
+        }
 
 
 class DrainingProcesses:

@@ -406,6 +406,7 @@ def test_requests_with_the_most_fields_allowed_are_put_back() -> None:
     own = {f"own{number}": b"x" for number in range(MAX_FIELDS - 4)}
     shared = {f"shared{number}": b"y" for number in range(4)} | {
         "lane": "l",
+        "version": "2",
         "reply_to": "r",
         "expiration": 9,
         "reply_columns": 1,
