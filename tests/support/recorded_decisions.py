@@ -460,6 +460,7 @@ def text_of(decision: Decision) -> str:
         return f"change {decision.part.sequence_id} {decision.outcome} at {decision.part.place}"
     if isinstance(decision, SlotFreed):
         return f"freed {decision.process} {decision.sequence_id}"
+    assert isinstance(decision, Refusal)
     names = " ".join(decision.correlation_ids)
     return f"refuse {decision.status or 'unanswered'} {decision.reason}: {names} ({decision.detail})"
 

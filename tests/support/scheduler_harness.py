@@ -55,7 +55,7 @@ class SchedulerHarness:
                 done.append(f"{decision.sequence_id} has no slot")
             elif isinstance(decision, SequenceChange):
                 done.append(f"{decision.part.sequence_id} {decision.outcome}")
-            else:
+            elif isinstance(decision, Refusal):
                 done.append(f"{decision.status}: {' '.join(decision.correlation_ids)}")
         return done
 

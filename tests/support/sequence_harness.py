@@ -173,7 +173,7 @@ class SequenceHarness:
                 self._expire(decision, now_us)
             elif isinstance(decision, SlotFreed):
                 self.freed(decision)
-            else:
+            elif isinstance(decision, Refusal):
                 self._answer(decision)
         return batches
 
