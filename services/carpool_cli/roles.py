@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from carpool.keys import DEFAULT_PREFIX, Keys, loading_key, models_key
+from carpool.keys import DEFAULT_PREFIX, Keys, NodesKeys, loading_key, models_key
 from carpool.store.connection import lua_source
 
 
@@ -97,6 +97,12 @@ _COUNTS: Final = (
     Grant(
         "see which worker has which batch, and how long", "xpending xinfo|groups xinfo|consumers", "batches"
     ),
+)
+
+# What is wanted of models in repositories, and the nodes that serve it.
+_NODES: Final = (
+    Grant("read which models are wanted, who serves them, and reports", "hgetall", "wanted seats reports"),
+    Grant("list the nodes that are alive", "zrange", "leases"),
 )
 
 # What a producer needs beside a connection.
@@ -188,6 +194,9 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "hdel hset hget hmget hsetnx hgetall hkeys pexpire del",
         ),
         _Lua("sequence"), _Lua("deliver ordering/order"), _Lua("statistics"), _Lua("record"),
+        *_NODES,
+        Grant("nodes: run scripts", "evalsha eval", "wanted seats outcomes leases reports"),
+        _Lua("nodes/hold nodes/settle nodes/yield nodes/generations"),
     ),
     "gateway": _grants(
         "gateway",
@@ -197,7 +206,8 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("read what became of a model's requests", "hgetall", "statistics"),
     ),
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
-    "admin": (
+    "admin": _grants(
+        "admin",
         _CONNECT,
         *_PRODUCE,
         _READ_LISTS,
@@ -220,6 +230,13 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
         Grant("carpool config: notify the batcher", "xadd", "settled"),
         Grant("share, promote, rollback: shares of versions", "multi exec hgetall hset del", "shares"),
+        _SCRIPTS,
+        *_NODES,
+        Grant(
+            "carpool load and unload: run scripts", "evalsha eval", "wanted seats outcomes generation"
+        ),
+        Grant("what became of what is loaded", "hget", "outcomes"),
+        _Lua("nodes/load nodes/generations"),
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),
         Grant("list clients, and disconnect them", "client|list client|kill"),
         Grant(
@@ -265,7 +282,16 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "tickets": keys.tickets,
     }
     of_all_models = {name: key.replace("{M}", "{*}") for name, key in of_one_model.items()}
-    return {"models": models_key(keys.prefix), "loading_models": loading_key(keys.prefix), **of_all_models}
+    nodes = NodesKeys(keys.prefix)
+    of_nodes = {
+        name: getattr(nodes, name) for name, of in vars(NodesKeys).items() if isinstance(of, property)
+    }
+    return {
+        "models": models_key(keys.prefix),
+        "loading_models": loading_key(keys.prefix),
+        **of_all_models,
+        **of_nodes,
+    }
 
 
 def rules(role: str, prefix: str = DEFAULT_PREFIX, *, selectors: bool = False) -> str:

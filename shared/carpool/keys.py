@@ -1,7 +1,7 @@
 """The name of every key.
 
 All keys of one model share the hash tag `{MODEL}`. So Redis Cluster keeps them on one node, and one script
-may use several of them.
+may use several of them. What nodes share has a hash tag of its own, which is no valid name of a model.
 """
 
 from __future__ import annotations
@@ -220,3 +220,43 @@ def batch_streams(keys: Keys, version: str) -> list[str]:
 def entry_of_batch(batch_id: str) -> str:
     """The ID of the entry that a batch is."""
     return batch_id.partition(_OF_VERSION)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class NodesKeys:
+    """The keys that all nodes share: which models are wanted, and which node has which seat."""
+
+    prefix: str = DEFAULT_PREFIX
+
+    def _of(self, name: str) -> str:
+        return f"{self.prefix}:{{.nodes}}:{name}"
+
+    @property
+    def wanted(self) -> str:
+        """Hash: by the name of a model its generations that are wanted, as JSON (`nodes/generations.lua`)."""
+        return self._of("wanted")
+
+    @property
+    def seats(self) -> str:
+        """Hash: by the name of a seat its state and its node, such as `SERVING NODE`."""
+        return self._of("seats")
+
+    @property
+    def leases(self) -> str:
+        """Sorted set: the names of nodes, by the time (ms, Redis's clock) at which their leases end."""
+        return self._of("leases")
+
+    @property
+    def reports(self) -> str:
+        """Hash: by the name of a node its room, its entries and what it could not load, as JSON."""
+        return self._of("reports")
+
+    @property
+    def generation(self) -> str:
+        """String: the number of the newest generation."""
+        return self._of("generation")
+
+    @property
+    def outcomes(self) -> str:
+        """Hash: by the number of a generation that is wanted no more, FAILED or GONE, and why."""
+        return self._of("outcomes")

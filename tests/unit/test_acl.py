@@ -21,8 +21,10 @@ from carpool.store import (
     directory,
     eviction,
     kept,
+    nodes,
     reader,
     results,
+    seats,
     steps,
     upkeep,
     worker,
@@ -208,7 +210,8 @@ STORES: Final = {
     "producer": (kept,),
     "gateway": (kept,),
     "batcher": (batcher, reader, results, upkeep),
-    "worker": (worker, steps, bound, results, dead_letters),
+    "worker": (worker, steps, bound, seats, results, dead_letters),
+    "admin": (nodes,),
 }
 
 

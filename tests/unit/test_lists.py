@@ -22,7 +22,7 @@ from typing import Final, get_args
 import pytest
 
 from carpool import errors
-from carpool.keys import Keys, models_key
+from carpool.keys import Keys, NodesKeys, models_key
 from carpool.messages.batches import DispatchReason
 from carpool.model_settings import ModelSettings
 from carpool.wire.report import BatcherReport, SequencesReport, SteppingReport
@@ -315,6 +315,10 @@ def test_keys_in_the_protocol_are_those_of_the_code() -> None:
         said = TYPE_OF_KEY.match((member.__doc__ or "").lower())
         assert said is not None, f"the docstring of Keys.{name} does not begin with the type of the key"
         expected.add(f"{key} | {said[1]}{', expires' if said[2] else ''}")
+    for name, member in vars(NodesKeys).items():
+        if isinstance(member, property):
+            kind, _, _ = (member.__doc__ or "").partition(":")
+            expected.add(f"{getattr(NodesKeys(), name)} | {kind.lower()}")
     found = re.findall(
         r"^\| `(carpool:.*?)(?:ID|NAME)?` \| (.*?)(?:, group `workers`)? \|", read("shared/PROTOCOL.md"), re.M
     )

@@ -25,6 +25,8 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     declarations     what each worker declares, of which the registration is made
     dead_letters     requests that were given up: read, sent again, dropped
     traffic          shares of a model's traffic by version
+    nodes            which models of repositories are wanted
+    seats            which node has which model process of these
     removal          a model that is no longer served is removed
     eviction         whether Redis may discard what it has accepted
     lua/             the scripts, each with its KEYS, ARGV, reply and complexity

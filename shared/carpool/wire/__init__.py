@@ -21,5 +21,6 @@ padding           tensors of several sizes as tensors of one
 registration      what a worker registers about its model
 report            what an active batcher publishes about itself
 traffic           shares of a model's traffic by version
+nodes             what nodes share: what is wanted, who has which seat, reports
 statistics        what became of a model's requests, as scripts count it
 """

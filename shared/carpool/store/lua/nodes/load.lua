@@ -1,0 +1,56 @@
+-- load: a version of a model with these parameters is wanted. If it is already, its generation goes on, perhaps with
+-- other replicas or another share; else it is a new one. Without a share it replaces all others of the model, which
+-- leave once it serves in full.
+--
+-- KEYS  1 wanted  2 seats  3 outcomes  4 generation
+-- ARGV  1 model   2 entry  3 version   4 parameters  5 replicas, empty: as many as before, or 1
+--       6 share, empty: all of the traffic           7 how many outcomes are kept
+-- Returns the generation; or a sentence that says why it cannot be. O(replicas of the model).
+-- GRANT admin outcomes hdel
+-- GRANT admin generation incr
+local model, entry, version, parameters = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local replicas, share = tonumber(ARGV[5]), tonumber(ARGV[6])
+local generations = generations_of(KEYS[1], model)
+
+local found, main
+for _, generation in ipairs(generations) do
+  local is_same = generation.entry == entry and generation.version == version and generation.parameters == parameters
+  if is_same and (generation.settled or not generation.leaving) then found = generation end
+  if not generation.share and (generation.settled or not generation.leaving) then main = generation end
+end
+if share and (not main or found == main) then
+  return main and 'this is what serves the model: only another version, or other parameters, can have a share'
+    or 'nothing serves the rest of the traffic: load a version without a share first'
+end
+
+if found then
+  if replicas then
+    found.replicas = replicas
+  elseif found.share and not share then
+    found.replicas = math.max(found.replicas, main and main.replicas or 1)
+  end
+  local takes_over = not share and (found.share or found.leaving)
+  found.share = share
+  if takes_over then
+    stay(KEYS[2], found)
+  end
+else
+  found = {
+    generation = redis.call('INCR', KEYS[4]), entry = entry, version = version, parameters = parameters,
+    replicas = replicas or (not share and main and main.replicas) or 1, share = share,
+  }
+  redis.call('HDEL', KEYS[3], found.generation - tonumber(ARGV[7]))
+  generations[#generations + 1] = found
+end
+local reason = string.format('GONE generation %d (version %s) was loaded instead', found.generation, version)
+if share then
+  for at = #generations, 1, -1 do -- one has a share at a time
+    if generations[at].share and generations[at] ~= found then
+      remove(KEYS[2], KEYS[3], generations, at, reason)
+    end
+  end
+else
+  leave(KEYS[2], KEYS[3], generations, found, reason)
+end
+write_generations(KEYS[1], model, generations)
+return found.generation
