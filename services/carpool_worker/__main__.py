@@ -1,4 +1,7 @@
-"""`carpool worker MODEL`: reads settings, starts the worker, waits for a signal, drains."""
+"""`carpool worker MODEL`: reads settings, starts the worker, waits for a signal, drains.
+
+`carpool worker --repository DIR` is a node, which starts and stops worker processes as is wanted.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,13 @@ from collections.abc import Sequence
 
 import structlog
 
-from carpool.health_server import serve_health
-from carpool.keys import Keys
-from carpool.lifecycle import collect_garbage_rarely, keep_freed_memory, stop_on_signals
+from carpool.lifecycle import keep_freed_memory
 from carpool.logs import configure_logs
 from carpool.settings import WorkerSettings, read_settings
 from carpool_worker.each_model import run_each
-from carpool_worker.meter import WorkerMetrics
-from carpool_worker.process_handle import ModelLoadError
-from carpool_worker.served_models import ServedModel, served_models
-from carpool_worker.worker import Worker
+from carpool_worker.node.main import run_node
+from carpool_worker.served_models import served_models
+from carpool_worker.serving import serve
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
         "CARPOOL_PREFIX": settings.prefix,
         "CARPOOL_MODEL_REDIS_URL": settings.url_for_models,
     }
+    if settings.repository is not None:
+        return run_node(settings, settings.repository)
     try:
         models = served_models(
             [settings.model],
@@ -45,49 +47,14 @@ def main(argv: Sequence[str]) -> int:
         structlog.get_logger().error("worker cannot start", location=settings.model, reason=str(error))
         return 1
     if len(models) == 1:
-        return _serve(settings, models[0])
+        return serve(settings, models[0])
 
-    def serve(number: int) -> int:
+    def serve_one(number: int) -> int:
         if settings.http_port:  # two processes cannot listen on one port
             settings.http_port += number
-        return _serve(settings, models[number])
+        return serve(settings, models[number])
 
-    return run_each([model.name for model in models], serve)
-
-
-def _serve(settings: WorkerSettings, model: ServedModel) -> int:
-    stop = stop_on_signals()
-    os.environ["CARPOOL_SERVED_MODEL"] = model.name
-    configure_logs(settings.log_level, "worker", model=model.name)
-    log = structlog.get_logger()
-    try:
-        metrics = WorkerMetrics(model.name)
-        worker = Worker(
-            settings.redis_url,
-            Keys(model.name, settings.prefix),
-            model.location,
-            model.devices,
-            settings.lease_ms,
-            metrics,
-            configuration=model.configuration,
-            finish_streams=settings.finish_streams,
-            load_s_max=settings.load_s_max,
-        )
-        serve_health(settings, metrics, worker)
-        worker.start(stop)
-    except ModelLoadError as error:
-        trace = error.logged_trace()
-        log.error("model cannot be loaded", location=model.spec, reason=str(error), **trace)
-        return 1
-    except (ValueError, OSError) as error:
-        log.error("worker cannot start", location=model.spec, reason=str(error))
-        return 1
-    collect_garbage_rarely()
-    while not stop.wait(0.5):
-        worker.summarize_if_due()
-        if worker.failed.is_set():
-            return 1  # what is in hand is redelivered when the lease runs out
-    return 0 if worker.drain(settings.drain_s) else 1
+    return run_each([model.name for model in models], serve_one)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ OptionalRedisUrl = Annotated[
     str | None, BeforeValidator(lambda url: url or None), AfterValidator(lambda url: url and _usable_url(url))
 ]
 ReadableFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_readable)]
+OptionalPath = Annotated[Path | None, BeforeValidator(lambda path: path or None)]
 OptionalPort = Annotated[
     Annotated[int, Field(ge=0, le=65535)] | None, BeforeValidator(lambda port: None if port == "" else port)
 ]
@@ -146,8 +147,8 @@ OF_COMMANDS: Final = frozenset(
         "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority", "queries", "rate",
         "none", "raw", "reason", "record", "redis", "redis_port", "reload", "repository", "requests",
         "result_ttl", "rotate", "rounds", "seconds", "secrets", "seed", "sequence_end", "sequence_id",
-        "sequence_index", "sequence_start", "slope_ms", "status", "stream", "tenant", "timeout", "timeout_s",
-        "trip_ms", "trip_noise", "trip_slope_ms", "version", "workers",
+        "sequence_index", "sequence_start", "share", "slope_ms", "status", "stream", "tenant", "timeout",
+        "timeout_s", "trip_ms", "trip_noise", "trip_slope_ms", "version", "wait", "workers",
     )
 )  # fmt: skip
 
@@ -397,6 +398,9 @@ class ModelSource(CarpoolSettings):
         return getattr(self, name) if name in self.model_fields_set else None
 
 
+_OF_ONE_MODEL: Final = ("param", "param_file", "set", "replicas")  # of a worker without a repository
+
+
 class BatcherSettings(CommonSettings):
     """Group waiting requests into batches, for every registered model."""
 
@@ -404,12 +408,25 @@ class BatcherSettings(CommonSettings):
 
 
 class WorkerSettings(ModelSource, CommonSettings):
-    """Execute batches with a model, or with each model of a file."""
+    """Execute batches with a model, or with each model of a file; or with those models of a folder that are
+    wanted (`carpool load`).
+    """
 
     model: CliPositionalArg[str] = Field(
+        "",
         description="module:Name, path/file.py:Name, hf:FOLDER, st:FOLDER, onnx:FILE, square, docsearch, "
         "writer or voice-activity; NAME=MODEL serves it under another name; FILE.toml has models, with "
-        "parameters and settings, and FILE.toml:NAME is one of them; repository:DIR/NAME is one of a folder"
+        "parameters and settings, and FILE.toml:NAME is one of them; repository:DIR/NAME is one of a folder",
+    )
+    repository: OptionalPath = Field(
+        None, description="in place of MODEL: a folder of models, of which those are served that are loaded"
+    )
+    room: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="of a repository: the most model processes that run here (default: as many as GPUs, or "
+        "else as CPUs)",
     )
     replicas: Replicas = Field(1, description="number of model processes; auto: one per device")
     device: Devices = "auto"
@@ -437,6 +454,26 @@ class WorkerSettings(ModelSource, CommonSettings):
         description="address of Redis for a model that sends requests itself, with a user of the role "
         "producer (default: that of the worker, if it names no user, password or client certificate)",
     )
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if self.repository is None:
+            if not self.model:
+                raise ValueError(
+                    "MODEL is missing; give it here, or set CARPOOL_MODEL in the environment; or name a "
+                    "folder of models with --repository"
+                )
+            if self.room is not None:
+                raise ValueError("--room is for a worker with --repository; omit it (or CARPOOL_ROOM)")
+            return self
+        of_one = {"model": "MODEL", **{name: _flag(name) for name in _OF_ONE_MODEL}}
+        for name, shown in of_one.items():
+            if name in self.model_fields_set and getattr(self, name):
+                raise ValueError(
+                    f"{shown} is for a worker of one model; with --repository (or CARPOOL_REPOSITORY) give "
+                    "it to `carpool load`"
+                )
+        return self
 
     @property
     def url_for_models(self) -> str:

@@ -111,7 +111,7 @@ def test_seat_has_one_node_until_its_lease_has_run_out(house: House) -> None:
 def test_version_replaces_another_one_once_all_of_it_serves(house: House) -> None:
     house.hold("a")
     first = house.load("1", 2)
-    assert house.state(first) is OutcomeState.WAITING
+    assert house.state(first) is OutcomeState.LOADING
     house.hold("a", f"{first}/0", f"{first}/1")
     assert not house.nodes["a"].fail(house.wanted(first)._replace(generation=99), "it is another one")
     assert house.state(first) is OutcomeState.LOADING  # it serves, and nobody has seen it
@@ -213,6 +213,7 @@ def test_what_lacks_is_said(house: House) -> None:
     with pytest.raises(ValueError, match="replicas is 0"):
         house.load("1", 0)
     first = house.load("1", 4)
+    assert house.state(first) is OutcomeState.WAITING
     assert house.reason(first) == "echo needs 4 processes; node a has 2 of 2 free, node b has 1 of 1 free"
     house.hold("a", f"{first}/0", f"{first}/1", room=2)
     assert house.reason(first) == "echo needs 2 processes; node a has 0 of 2 free, node b has 1 of 1 free"

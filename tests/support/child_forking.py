@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -35,10 +35,11 @@ DESCRIPTORS_MAX: Final = 4  # with an order: for the reply, two streams, and wha
 _PR_SET_NAME: Final = 15  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _OF_GROUPS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # are sent to all processes of a group
-# Of programs that start interpreters: the module that does it, and with which first argument, if not any.
-_STARTING: Final = {
-    "carpool_worker": ("carpool_worker.process_handle", None),
-    "carpool_cli": ("carpool_cli.local.supervisor", "up"),
+# Of programs that start interpreters: the modules that do it, and with which first argument, if not any.
+_STARTING: Final[dict[str, tuple[Sequence[str], str | None]]] = {
+    "carpool_worker": (("carpool_worker.process_handle", "carpool_worker.node.seat_process"), None),
+    "carpool_worker.node.seat": (("carpool_worker.process_handle",), None),
+    "carpool_cli": (("carpool_cli.local.supervisor",), "up"),
 }
 
 Program = Callable[[], int]  # what a forked process runs; returns its exit status
@@ -166,9 +167,9 @@ def _program(order: Order) -> Program:
         main = _main_module(order.module)
         del sys.path[0]
     sys.argv = [str(main.__file__), *order.arguments]
-    starting, first = _STARTING.get(order.module, (None, None))
-    if starting is not None and first in (None, *order.arguments[:1]):
-        child = _fork_children(importlib.import_module(starting))
+    starting, first = _STARTING.get(order.module, ((), None))
+    if starting and first in (None, *order.arguments[:1]):
+        child = _fork_children([importlib.import_module(name) for name in starting])
         if child is not None:
             return child
     return lambda: main.main(order.arguments)
@@ -180,8 +181,8 @@ def _main_module(name: str) -> ModuleType:
     return importlib.import_module(f"{name}.__main__") if hasattr(module, "__path__") else module
 
 
-def _fork_children(starting: ModuleType) -> Program | None:
-    """From now on the interpreters that `starting` starts are forked.
+def _fork_children(starting: Sequence[ModuleType]) -> Program | None:
+    """From now on the interpreters that these modules start are forked.
 
     Returns None in this process, and in each of those what it is to run.
     """
@@ -195,7 +196,9 @@ def _fork_children(starting: ModuleType) -> Program | None:
         _name_this_process(STARTER)
         return _serve(theirs)
     theirs.close()
-    vars(starting)["subprocess"] = forking_subprocess(ours)
+    forking = forking_subprocess(ours)
+    for module in starting:
+        vars(module)["subprocess"] = forking
     return None
 
 

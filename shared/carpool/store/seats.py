@@ -49,11 +49,15 @@ class SeatStore:
         args = [self._node, str(self._lease_ms), told, str(FORGOTTEN_MS), *updates]
         lua_keys = [keys.leases, keys.reports, keys.seats]
         refused = self._link.run(HOLD, lua_keys, args)
-        snapshot = decode_snapshot(no_errors(self._link.call_many(*snapshot_commands(keys))))
+        snapshot = self.snapshot()
         # If Redis was emptied, the report has to be sent again.
         self._reported = report if any(one.name == self._node and one.room for one in snapshot.nodes) else ""
         names = [SeatName.parse(name.decode()) for name in refused]
         return frozenset(name for name in names if name is not None), snapshot
+
+    def snapshot(self) -> Snapshot:
+        """What is wanted, the seats, and the living nodes."""
+        return decode_snapshot(no_errors(self._link.call_many(*snapshot_commands(self._keys))))
 
     def leave(self) -> None:
         """Give all seats back, and be no node any more."""

@@ -37,8 +37,8 @@ class SeatState(StrEnum):
 class OutcomeState(StrEnum):
     """What became of a generation.
 
-    WAITING: no node has all its seats. LOADING: they have, and not all serve. SERVING: all do. FAILED: it
-    cannot be loaded. GONE: it is not wanted any more, or never was.
+    WAITING: no node has room for it. LOADING: not all its seats serve, or what it replaces is not gone yet.
+    SERVING: they do. FAILED: it cannot be loaded. GONE: it is not wanted any more, or never was.
     """
 
     WAITING = "WAITING"
@@ -311,16 +311,15 @@ def outcome_of(snapshot: Snapshot, reply: bytes | None, model: str, generation: 
     wanted = snapshot.generation(generation)
     if wanted is None or wanted.model != model:
         return Outcome(OutcomeState.GONE, f"there is no generation {generation} of {model}")
-    serving, claimed = snapshot.serving(wanted), sum(map(bool, map(snapshot.held, wanted.seats)))
+    serving = snapshot.serving(wanted)
     progress = f"{serving} of {wanted.replicas} processes of {wanted.title} serve"
     if serving == wanted.replicas:
         is_done = wanted.is_settled or wanted.is_leaving
         return Outcome(OutcomeState.SERVING if is_done else OutcomeState.LOADING, progress)
     if lacking := shortage_of(snapshot, wanted):
         return Outcome(OutcomeState.WAITING, lacking)
-    state = OutcomeState.LOADING if claimed == wanted.replicas else OutcomeState.WAITING
     reasons = [reason for node in snapshot.nodes for reason in _reasons(node, wanted)]
-    return Outcome(state, "; ".join([progress, *reasons]))
+    return Outcome(OutcomeState.LOADING, "; ".join([progress, *reasons]))
 
 
 def _reasons(node: NodeReport, wanted: Wanted) -> Iterable[str]:

@@ -48,7 +48,9 @@ for at = 5, #ARGV, 2 do
   local seat, wanted_state = ARGV[at], ARGV[at + 1]
   local state, node = string.match(redis.call('HGET', seats, seat) or '', '^(%u+) (.*)$')
   local is_own = node == name
-  if node and not is_own and (node == '' or lives(node)) then
+  if node == '' and wanted_state == 'FREE' then -- its generation is wanted no more
+    redis.call('HDEL', seats, seat)
+  elseif node and not is_own and (node == '' or lives(node)) then
     refused[#refused + 1] = seat
   elseif wanted_state == 'FREE' or state == 'YIELDED' and not is_own then
     give_back(seat, state)

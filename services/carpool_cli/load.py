@@ -1,0 +1,148 @@
+"""`carpool load NAME`: nodes serve a version of a model, in place of the one that they serve."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import CliPositionalArg
+
+from carpool.keys import NodesKeys
+from carpool.settings import ConnectionSettings, Lines, Seconds, read_settings
+from carpool.shown import complain, printable_lines
+from carpool.store.connection import CommandError, Link, LinkError
+from carpool.store.nodes import NodeStore
+from carpool.wire.nodes import REPLICAS_MAX, OutcomeState
+from carpool_cli.refused import explain
+
+POLL_S: Final = 0.1
+SHORTAGE_S_MAX: Final = 3.0  # nodes may come, and processes end; then there is no room
+_PERCENT: Final = re.compile(r"(\d{1,2})\s*%?")
+
+
+def _share(value: object) -> object:
+    match = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
+    return int(match[1]) if match else value
+
+
+class LoadSettings(ConnectionSettings):
+    """Have nodes (`carpool worker --repository`) serve a version of a model, and wait until it serves.
+
+    It takes the place of the version that they serve: that one goes when as many processes of the new one
+    serve as are wanted, and no request fails. If the new one cannot be loaded, the other one stays.
+    """
+
+    model: CliPositionalArg[str] = Field(
+        description="an entry of the nodes' folder; NAME=ENTRY serves it under another name"
+    )
+    version: str | None = Field(
+        None, description="version to serve (default: the newest one that nodes have)"
+    )
+    param: Lines = Field(
+        [], description="NAME=VALUE: a parameter of the model, in place of that of its file; repeatable"
+    )
+    replicas: int | None = Field(
+        None,
+        ge=1,
+        le=REPLICAS_MAX,
+        description="number of model processes, on all nodes together (default: as many as now, or 1)",
+    )
+    share: Annotated[int | None, BeforeValidator(_share)] = Field(
+        None,
+        ge=1,
+        le=99,
+        description="per cent of the traffic, such as 10%, beside the version that serves (default: all)",
+    )
+    wait: bool = Field(True, description="only say what is wanted, and do not wait until it serves")
+    timeout_s: Seconds | None = Field(
+        None, gt=0, description="seconds to wait until it serves (default: no limit)"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Load it, and follow what becomes of it. Returns 1 if it does not serve, and says why."""
+    settings = read_settings(LoadSettings, argv, "carpool load")
+    link = open_link(settings, "load")
+    try:
+        return _load(settings, NodeStore(link, settings.prefix))
+    except (LinkError, CommandError) as error:
+        return _fail(explain(error))
+    except ValueError as error:
+        return _fail(str(error))
+    finally:
+        link.close()
+
+
+def open_link(settings: ConnectionSettings, command: str) -> Link:
+    """A connection to what nodes share."""
+    key = NodesKeys(settings.prefix).wanted
+    return Link(settings.redis_url, name=f"carpool-{command}-{os.getpid()}", key=key)
+
+
+def _fail(error: str) -> int:
+    complain(f"carpool load: {error}")
+    return 1
+
+
+def _load(settings: LoadSettings, store: NodeStore) -> int:
+    """Raises ValueError."""
+    name, _, entry = settings.model.partition("=")
+    generation = store.load(
+        name,
+        settings.version,
+        _parameters(settings.param),
+        settings.replicas,
+        settings.share,
+        entry=entry or name,
+    )
+    if not settings.wait:
+        print(printable_lines(f"{name} is wanted as generation {generation}; `carpool nodes` shows it"))
+        return 0
+    return _follow(settings, store, name, generation)
+
+
+def _parameters(words: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name and equals):
+            raise ValueError(f"--param: {word!r:.60} is not NAME=VALUE")
+        if name in found:
+            raise ValueError(f"--param: {name} is given twice")
+        found[name] = value
+    return found
+
+
+def _follow(settings: LoadSettings, store: NodeStore, name: str, generation: int) -> int:
+    """Tell on standard error how it goes, until it serves or does not."""
+    began_s = time.monotonic()
+    told, lacking_since_s = "", None
+    while True:
+        state, reason = store.outcome(name, generation)
+        now_s = time.monotonic()
+        if state is OutcomeState.SERVING:
+            print(printable_lines(reason))
+            return 0
+        if state in (OutcomeState.FAILED, OutcomeState.GONE):
+            return _fail(f"{name} {_HOW[state]}: {reason}")
+        if state is not OutcomeState.WAITING:
+            lacking_since_s = None
+        elif lacking_since_s is None:
+            lacking_since_s = now_s
+        elif now_s - lacking_since_s > SHORTAGE_S_MAX:
+            given_up = store.fail(name, generation, reason)
+            rest = "" if given_up else ". It remains wanted, for nodes that have room later"
+            return _fail(f"{reason}{rest}")
+        if settings.timeout_s is not None and now_s - began_s > settings.timeout_s:
+            return _fail(f"after {settings.timeout_s:g} s {reason}. It remains wanted")
+        if reason != told:
+            told = reason
+            complain(reason)
+        time.sleep(POLL_S)
+
+
+_HOW: Final = {OutcomeState.FAILED: "is not loaded", OutcomeState.GONE: "does not serve"}
