@@ -126,6 +126,9 @@ def test_version_replaces_another_one_once_all_of_it_serves(house: House) -> Non
     assert house.settle(second)
     assert [wanted.generation for wanted in house.snapshot.wanted] == [second]
     assert house.state(first) is OutcomeState.GONE and "replaced it" in house.reason(first)
+    assert house.state(second) is OutcomeState.LOADING  # until the old processes take nothing more
+    house.hold("a", f"{first}/0", f"{first}/1", state=DRAINING)
+    assert house.state(second) is OutcomeState.SERVING
     house.hold("a", f"{first}/0", f"{first}/1", state="FREE")
     assert set(house.seats) == {f"{second}/0", f"{second}/1"}
 

@@ -5,7 +5,7 @@ Why: docs/decisions/0111.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 from carpool.keys import DEFAULT_PREFIX, NodesKeys
@@ -43,17 +43,21 @@ class SeatStore:
 
         Returns those that other nodes have, or that are not to be claimed, and how all is after that.
         """
-        keys = self._keys
         updates = [part for name, state in seats.items() for part in (str(name), str(state))]
-        told = "" if report == self._reported else report
-        args = [self._node, str(self._lease_ms), told, str(FORGOTTEN_MS), *updates]
-        lua_keys = [keys.leases, keys.reports, keys.seats]
-        refused = self._link.run(HOLD, lua_keys, args)
+        refused = self._hold("" if report == self._reported else report, updates)
         snapshot = self.snapshot()
-        # If Redis was emptied, the report has to be sent again.
-        self._reported = report if any(one.name == self._node and one.room for one in snapshot.nodes) else ""
+        if not any(one.name == self._node and one.room for one in snapshot.nodes):
+            self._hold(report, [])  # Redis was emptied, or the node had been forgotten
+            snapshot = self.snapshot()
+        self._reported = report
         names = [SeatName.parse(name.decode()) for name in refused]
         return frozenset(name for name in names if name is not None), snapshot
+
+    def _hold(self, report: str, updates: Sequence[str]) -> list[bytes]:
+        keys = self._keys
+        args = [self._node, str(self._lease_ms), report, str(FORGOTTEN_MS), *updates]
+        refused: list[bytes] = self._link.run(HOLD, [keys.leases, keys.reports, keys.seats], args)
+        return refused
 
     def snapshot(self) -> Snapshot:
         """What is wanted, the seats, and the living nodes."""

@@ -314,12 +314,23 @@ def outcome_of(snapshot: Snapshot, reply: bytes | None, model: str, generation: 
     serving = snapshot.serving(wanted)
     progress = f"{serving} of {wanted.replicas} processes of {wanted.title} serve"
     if serving == wanted.replicas:
-        is_done = wanted.is_settled or wanted.is_leaving
+        is_done = (wanted.is_settled and not _is_anything_ending(snapshot, wanted)) or wanted.is_leaving
         return Outcome(OutcomeState.SERVING if is_done else OutcomeState.LOADING, progress)
     if lacking := shortage_of(snapshot, wanted):
         return Outcome(OutcomeState.WAITING, lacking)
     reasons = [reason for node in snapshot.nodes for reason in _reasons(node, wanted)]
     return Outcome(OutcomeState.LOADING, "; ".join([progress, *reasons]))
+
+
+def _is_anything_ending(snapshot: Snapshot, wanted: Wanted) -> bool:
+    """Whether a process that is not wanted any more still takes batches: perhaps one that this replaced."""
+    return any(
+        seat.state is SeatState.SERVING
+        and snapshot.lives(seat.node)
+        and seat.name.generation < wanted.generation
+        and snapshot.generation(seat.name.generation) is None
+        for seat in snapshot.seats.values()
+    )
 
 
 def _reasons(node: NodeReport, wanted: Wanted) -> Iterable[str]:

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from support.chaos import nodes
 from support.chaos.faults import FAULTS, Fault
 from support.chaos.gateway_faults import GATEWAY_FAULTS, GatewayFault
 from support.chaos.gateway_run import GatewayOutcome
@@ -72,7 +73,12 @@ def main() -> int:
         action="store_true",
         help=f"write {DOCUMENT.name}, the tables of which all faults are chosen",
     )
+    parser.add_argument(
+        "--nodes", action="store_true", help="replace versions on nodes while these are killed, instead"
+    )
     options = parser.parse_args()
+    if options.nodes:
+        return _with_nodes(range(options.seed, options.seed + options.runs), options.times)
     chosen = fnmatch.filter(FAULTS, options.faults)
     of_gateways = fnmatch.filter(GATEWAY_FAULTS, options.faults)
     is_whole = len(chosen) == len(FAULTS), len(of_gateways) == len(GATEWAY_FAULTS)
@@ -108,6 +114,17 @@ def main() -> int:
     if options.write and is_whole[1]:
         DOCUMENT.write_text(with_gateways(gateway_outcomes, seeds, DOCUMENT.read_text()))
         print(f"written: the part of {DOCUMENT} about gateways", file=sys.stderr)
+    return 0 if are_kept else 1
+
+
+def _with_nodes(seeds: range, times: int | None) -> int:
+    """Runs of `support.chaos.nodes`. Returns 1 if one did not keep what is promised."""
+    are_kept = True
+    for seed in seeds:
+        with tempfile.TemporaryDirectory(prefix="carpool-chaos-") as home:
+            outcome = nodes.carry_out(Path(home), seed, replacements=times or nodes.REPLACEMENTS)
+        are_kept &= outcome.is_kept
+        print(nodes.summary(outcome, seed), flush=True)
     return 0 if are_kept else 1
 
 
