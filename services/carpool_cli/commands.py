@@ -65,7 +65,7 @@ GROUPS: Final = (
     ),
     (
         Command("worker", "MODEL", "carpool_worker.__main__",
-                "start a worker: --replicas N runs N processes, --device names GPUs; --repository: a node"),
+                "start a worker: --replicas N runs N processes, --device names GPUs; or a node"),
         Command("batcher", "", "carpool_batcher.__main__",
                 "start a batcher: it serves every registered model, and needs only Redis's address"),
         Command("gateway", "", "carpool_gateway.__main__",

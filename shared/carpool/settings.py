@@ -144,11 +144,11 @@ OF_COMMANDS: Final = frozenset(
         "accept", "action", "alive", "all", "arrivals", "as_json", "body", "calls", "cancel", "change",
         "content_type", "correlation_id", "cost", "data_dir", "enqueue", "expiration_ms", "field", "force",
         "gateway", "gateway_port", "id", "ids", "in_flight", "intercept_ms", "keep", "lane", "latency_ms",
-        "newer_s", "noise", "not_before", "older_s", "once", "output", "plot", "priority", "queries", "rate",
-        "none", "raw", "reason", "record", "redis", "redis_port", "reload", "repository", "requests",
-        "result_ttl", "rotate", "rounds", "seconds", "secrets", "seed", "sequence_end", "sequence_id",
-        "sequence_index", "sequence_start", "share", "slope_ms", "status", "stream", "tenant", "timeout",
-        "timeout_s", "trip_ms", "trip_noise", "trip_slope_ms", "version", "wait", "workers",
+        "load", "newer_s", "noise", "none", "not_before", "older_s", "once", "output", "plot", "priority",
+        "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "reload", "repository",
+        "requests", "result_ttl", "rotate", "rounds", "seconds", "secrets", "seed", "sequence_end",
+        "sequence_id", "sequence_index", "sequence_start", "share", "slope_ms", "status", "stream", "tenant",
+        "timeout", "timeout_s", "trip_ms", "trip_noise", "trip_slope_ms", "version", "wait", "workers",
     )
 )  # fmt: skip
 

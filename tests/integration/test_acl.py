@@ -37,6 +37,7 @@ from support.http import call
 from support.models.bound import digest
 from support.models.stateful import folded
 from support.redis_client import redis_at
+from support.repository import make_repository, start_node
 from support.stack import RESULT_S, Stack, envelope
 from support.status import get
 from support.waiting import wait_until
@@ -624,6 +625,26 @@ def test_metrics_role_counts(no_denials: Secured) -> None:
     metrics.close()
 
 
+def test_admin_loads_a_model_on_a_node_replaces_and_unloads_it(no_denials: Secured, tmp_path: Path) -> None:
+    repository = make_repository(tmp_path, entries=("repeat",), versions=2)
+    node = start_node(no_denials.stack, repository, 1)
+    for version in ("1", "2"):
+        assert run(no_denials, "admin", "load", "repeat", "--version", version).returncode == 0
+        assert run(no_denials, "producer", "infer", "repeat", '"a"').stdout == f'"{version}:a"\n'
+    failed = run(no_denials, "admin", "load", "repeat", "--version", "1", "--param", "reason=why")
+    assert failed.returncode == 1 and "why" in failed.stderr
+    assert "repeat" in run(no_denials, "admin", "nodes").stdout
+    assert run(no_denials, "admin", "unload", "repeat").returncode == 0
+    assert node.terminate() == 0
+
+
+@pytest.mark.parametrize("role", ["producer", "metrics", "batcher"])
+def test_only_an_admin_loads_models(secured: Secured, role: str) -> None:
+    for command in (["load", "repeat"], ["unload", "repeat"], ["nodes"]):
+        refused = run(secured, role, *command)
+        assert refused.returncode == 1 and "admin" in refused.stderr
+
+
 def test_admin_forgets_a_model(no_denials: Secured) -> None:
     redis, keys = no_denials.stack.redis, Keys("unserved")
     redis.sadd("carpool:models", keys.model)
@@ -755,8 +776,8 @@ FORBIDDEN: Final = {
     ],
     "admin": [
         f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >",
-        f"ZADD {Z} 1 me", f"RPUSH {A} forged",
-        "EVAL return(1) 0", "SADD carpool:models x", "ACL LIST", f"XGROUP DESTROY {B} {W}",
+        f"ZADD {Z} 1 me", f"RPUSH {A} forged", "ZADD carpool:{.nodes}:leases 1 me",
+        "SADD carpool:models x", "ACL LIST", f"XGROUP DESTROY {B} {W}",
         f"GETRANGE {G} 0 1",
     ],
 }  # fmt: skip

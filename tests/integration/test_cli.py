@@ -33,6 +33,7 @@ from support.command import Done, carpool, clean_environment, running
 from support.forking import ForkedProcess, ForkServer
 from support.http import call
 from support.redis_client import redis_at
+from support.repository import make_repository
 from support.rpc import Rpc
 from support.stack import process_name
 from support.waiting import wait_until
@@ -502,6 +503,33 @@ def test_up_serves_a_file_of_models_with_what_the_command_line_replaces(tmp_path
             assert "s3cret" not in command_line(pid)
         assert started.end() == 0
         assert "s3cret" not in started.text()
+
+
+def test_up_serves_models_of_a_repository_and_more_when_they_are_loaded(tmp_path: Path) -> None:
+    make_repository(tmp_path / "models", entries=("echo", "other"), versions=2)
+    with up(tmp_path, "models", "--load", "echo", "--replicas", "2", "--no-gateway") as started:
+        assert re.search("echo is served after .*: 2 processes, batches of up to 64", started.text())
+        assert carpool(started.url, "infer", "echo", '"a"').stdout == '"2:a"\n'
+        os.kill(started.child("carpool_worker"), signal.SIGKILL)  # the node, which is started again
+        carpool(started.url, "load", "echo", "--version", "1", check=True)
+        assert carpool(started.url, "infer", "echo", '"a"').stdout == '"1:a"\n'
+        pids = started.descendants()
+        assert started.end() == 0
+    assert have_ended(pids)
+
+
+def test_up_says_what_is_wrong_with_a_repository(tmp_path: Path) -> None:
+    empty = carpool(None, "up", str(tmp_path))
+    assert empty.returncode == 2 and "has no models" in empty.stderr
+    make_repository(tmp_path, versions=1)
+    for flags, error in (
+        (("--load", "nothing"), "there is no model 'nothing'"),
+        (("--param", "a=1"), "--param: not with a repository"),
+        (("square",), "give it alone"),
+    ):
+        refused = carpool(None, "up", str(tmp_path), *flags)
+        assert refused.returncode == 2 and error in refused.stderr
+    assert "--load" in carpool(None, "up", "square", "--load", "a").stderr
 
 
 def test_up_exits_with_one_line_if_a_setting_is_invalid(tmp_path: Path) -> None:

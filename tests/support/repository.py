@@ -46,10 +46,11 @@ def make_repository(folder: Path, *, entries: tuple[str, ...] = ("echo",), versi
 
 def start_node(stack: Stack, repository: Path, room: int, *flags: str) -> Service:
     """A node, once it has reported."""
-    known = len(nodes(stack)["nodes"])
     node = stack.worker("--repository", str(repository), "--room", str(room), *flags, ready=False)
-    node.wait_for("node started")
-    wait_until(lambda: len(nodes(stack)["nodes"]) > known, description="the node reports")
+    name = node.wait_for("node started")["node"]
+    wait_until(
+        lambda: any(one["name"] == name for one in nodes(stack)["nodes"]), description="the node reports"
+    )
     return node
 
 

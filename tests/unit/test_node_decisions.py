@@ -49,7 +49,10 @@ def snapshot_with(
 
 def claims(snapshot: Snapshot) -> dict[str, list[tuple[int, int]]]:
     """What each node claims."""
-    return {node.name: [*map(tuple, make_plan(snapshot, node.name).claim)] for node in snapshot.nodes}
+    return {
+        node.name: [(name.generation, name.number) for name in make_plan(snapshot, node.name).claim]
+        for node in snapshot.nodes
+    }
 
 
 def is_idle(plan: Plan) -> bool:

@@ -28,17 +28,21 @@ import structlog
 from carpool.child_processes import wait_or_kill
 from carpool.clock import RedisClock
 from carpool.errors import UnavailableError
-from carpool.keys import Keys
+from carpool.keys import Keys, NodesKeys
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool.model_settings import POLICIES, ModelKind
 from carpool.process_names import is_local_process
 from carpool.settings import NO_OPTIONS, ModelOptions, RedisSettings
 from carpool.spoken import Spoken
 from carpool.store.connection import CommandError, Link
-from carpool.store.directory import take_snapshot
+from carpool.store.directory import ModelSnapshot, take_snapshot
+from carpool.store.nodes import NodeStore
+from carpool.wire.nodes import OutcomeState
 from carpool.wire.registration import decode_inputs
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import HOST, EmbeddedRedis, EmbeddedRedisError, free_port, is_free
+from carpool_worker.devices import devices, usable_cpus
+from carpool_worker.repository.repository import Repository
 from carpool_worker.served_models import ServedModel, served_models
 
 POLL_S: Final = 0.1  # the interval at which `run_once` is to be called
@@ -67,12 +71,15 @@ class ServiceEndedError(StartError):
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """What to run. `models` and `options` are written as for a worker. `replicas` and `device`: None for what
-    a file of models declares, or else the defaults. The batcher has `http_port`, and the workers have the
-    ports after it. `gateway_port`: 0 for any, None for no gateway; `grpc_port`: likewise, of the gateway for
-    gRPC. `logs` is a directory, or None for standard error."""
+    """What to run. `models` and `options` are written as for a worker. `repository`: in place of models, a
+    folder of which a node serves these `entries`, or all if there are none. `replicas` and `device`: None for
+    what a file of models declares, or else the defaults. The batcher has `http_port`, and the workers have
+    the ports after it. `gateway_port`: 0 for any, None for no gateway; `grpc_port`: likewise, of the gateway
+    for gRPC. `logs` is a directory, or None for standard error."""
 
     models: Sequence[str]
+    repository: Path | None = None
+    entries: Sequence[str] = ()
     redis_url: str | None = None
     options: ModelOptions = NO_OPTIONS
     redis_port: int | None = None
@@ -178,24 +185,23 @@ class Service:
         return self._process is None or wait_or_kill(self._process, timeout_s)
 
 
-class WorkerService(Service):
-    """The worker of one model."""
+class ServedHere:
+    """A model of the stack: whether it is served, and what its workers registered."""
 
-    def __init__(self, served: ServedModel, plan: StackPlan, environment: Mapping[str, str]) -> None:
-        self.served = served
-        self.model = served.name
-        self.processes = len(served.devices)
-        devices = ",".join(served.devices)
-        flags = {"--replicas": self.processes, "--device": devices, "--drain-s": plan.drain_s}
-        argv = ["carpool_worker", served.spec, *(str(part) for flag in flags.items() for part in flag)]
-        argv.append("--finish-streams")  # there is no other worker, and Redis stops as well
-        environment = {**environment, **served.options.environment}
-        super().__init__(f"worker of {self.model}", argv, environment, plan.logs)
+    def __init__(self, model: str, processes: int) -> None:
+        self.model = model
+        self.processes = processes
         self.serving = False
         self.serving_since_s = 0.0
         self.registration: Mapping[str, str] = {}
         self.overrides: Mapping[str, str] = {}  # the operator's, when it began to serve
-        self.started_s = 0.0
+        self.started_s = time.monotonic()
+
+    def begin_to_serve(self, snapshot: ModelSnapshot) -> None:
+        """It serves, and this is what is known of it."""
+        self.serving = True
+        self.serving_since_s = time.monotonic()
+        self.registration, self.overrides = snapshot.registration, snapshot.overrides
 
     @property
     def inputs(self) -> list[TensorSpec]:
@@ -212,10 +218,42 @@ class WorkerService(Service):
         """What the model declares of OpenAI's API."""
         return Spoken.of(self.registration)
 
+
+class LoadedEntry(ServedHere):
+    """An entry of the repository that the stack's node serves. `generation`: 0 until it was asked for."""
+
+    def __init__(self, model: str, processes: int) -> None:
+        super().__init__(model, processes)
+        self.generation = 0
+
+
+class NodeService(Service):
+    """The node of a stack with a repository."""
+
+    def __init__(self, repository: Path, room: int, plan: StackPlan, environment: Mapping[str, str]) -> None:
+        flags = {"--repository": repository, "--room": room, "--drain-s": plan.drain_s}
+        argv = ["carpool_worker", *(str(part) for flag in flags.items() for part in flag)]
+        argv += ["--finish-streams", *(["--device", plan.device] if plan.device else [])]
+        super().__init__("node", argv, environment, plan.logs)
+
+
+class WorkerService(ServedHere, Service):
+    """The worker of one model."""
+
+    def __init__(self, served: ServedModel, plan: StackPlan, environment: Mapping[str, str]) -> None:
+        ServedHere.__init__(self, served.name, len(served.devices))
+        self.served = served
+        devices = ",".join(served.devices)
+        flags = {"--replicas": self.processes, "--device": devices, "--drain-s": plan.drain_s}
+        argv = ["carpool_worker", served.spec, *(str(part) for flag in flags.items() for part in flag)]
+        argv.append("--finish-streams")  # there is no other worker, and Redis stops as well
+        environment = {**environment, **served.options.environment}
+        Service.__init__(self, f"worker of {self.model}", argv, environment, plan.logs)
+
     def start(self) -> None:
         self.serving = False
         self.started_s = time.monotonic()
-        super().start()
+        Service.start(self)
 
 
 class GatewayService(Service):
@@ -326,6 +364,8 @@ class Supervisor:
     def __init__(self, plan: StackPlan) -> None:
         self._models = served_models(plan.models, plan.options, replicas=plan.replicas, device=plan.device)
         self._plan = plan
+        self.entries = _entries(plan)
+        self._node: NodeService | None = None
         self.redis = None if plan.redis_url else Redis(plan.redis_port, plan.data_dir)
         self.url = plan.redis_url or ""
         self._services_url = self.url
@@ -342,10 +382,18 @@ class Supervisor:
     @property
     def serving(self) -> bool:
         """Whether every model is served, by the gateway too."""
-        return all(service.serving for service in self._serving_services())
+        return all(one.serving for one in (*self._serving_services(), *self.entries))
+
+    @property
+    def models(self) -> list[WorkerService | LoadedEntry]:
+        """All models of the stack."""
+        return [*self.workers, *self.entries]
 
     def _serving_services(self) -> list[WorkerService | GatewayService]:
         return [*self.workers, *([self.gateway] if self.gateway else [])]
+
+    def _services(self) -> list[Service]:
+        return [one for one in (self._batcher, self._node, *self._serving_services()) if one is not None]
 
     def start(self) -> None:
         """Start everything without waiting for the models. Raises EmbeddedRedisError or UnavailableError."""
@@ -363,9 +411,12 @@ class Supervisor:
         self.workers = [
             WorkerService(served, plan, self._environment(at)) for at, served in enumerate(self._models, 1)
         ]
+        if plan.repository is not None:
+            room = max(usable_cpus(), sum(entry.processes for entry in self.entries))
+            self._node = NodeService(plan.repository, room, plan, self._environment(1))
         if plan.gateway_port is not None:
             self.gateway = GatewayService(plan.gateway_port, plan, self._environment(None))
-        for service in (self._batcher, *self._serving_services()):
+        for service in self._services():
             service.start()
             self._restarters.append(Restarter(service, time.monotonic()))
 
@@ -385,8 +436,8 @@ class Supervisor:
             environment["CARPOOL_HTTP_PORT"] = str(plan.http_port + at)
         return environment
 
-    def run_once(self) -> list[WorkerService]:
-        """Restart children that ended. Returns the workers that have begun to serve since the last call.
+    def run_once(self) -> list[WorkerService | LoadedEntry]:
+        """Restart children that ended. Returns the models that are served since the last call.
 
         Raises StartError if a service exits with an error before all models were served for the first time.
         """
@@ -402,25 +453,52 @@ class Supervisor:
 
     def _check_start(self) -> None:
         """A service that exits by itself would exit again. One that was killed is restarted."""
-        for service in (self._batcher, *self._serving_services()):
-            if service is not None and (service.exit_status or 0) > 0:
+        for service in self._services():
+            if (service.exit_status or 0) > 0:
                 if isinstance(service, GatewayService) and service.start_elsewhere():
                     continue
                 raise ServiceEndedError(
                     f"the {service.name} ended with {service.exit_reason()} before it was ready"
                 )
 
-    def _newly_serving(self) -> list[WorkerService]:
+    def _newly_serving(self) -> list[WorkerService | LoadedEntry]:
         now_s = time.monotonic()
         starting = [worker for worker in self.workers if not worker.serving]
+        loading = [entry for entry in self.entries if not entry.serving]
         if self.serving or now_s < self._ready_check_at_s:
             return []
         self._ready_check_at_s = now_s + READY_CHECK_INTERVAL_S
         if self.gateway is not None and not self.gateway.serving:
             self.gateway.check_serving()
         with contextlib.suppress(UnavailableError, CommandError):  # Redis is restarting, or loads its data
-            return [worker for worker in starting if self._check_serving(worker)]
+            served = [entry for entry in loading if self._check_loaded(entry)]
+            return [*(worker for worker in starting if self._check_serving(worker)), *served]
         return []
+
+    def _check_loaded(self, entry: LoadedEntry) -> bool:
+        """Whether the node serves this entry, which is asked for once the node is there."""
+        assert self._link is not None
+        key = NodesKeys(self._plan.prefix).wanted
+        link = Link(self.url, name=f"supervisor-{os.getpid()}", timeout_s=1.0, key=key)
+        try:
+            store = NodeStore(link, self._plan.prefix)
+            if not store.nodes():
+                return False
+            if not entry.generation:
+                entry.generation = store.load(entry.model, None, {}, entry.processes, None)
+            state, reason = store.outcome(entry.model, entry.generation)
+        except ValueError as error:
+            raise StartError(str(error)) from None
+        finally:
+            link.close()
+        if state in (OutcomeState.FAILED, OutcomeState.GONE) and not self._has_served:
+            raise StartError(f"{entry.model} is not loaded: {reason}")
+        keys = Keys(entry.model, self._plan.prefix)
+        if state is not OutcomeState.SERVING or not self._link.call("EXISTS", keys.batcher):
+            return False
+        entry.begin_to_serve(take_snapshot(self._link, keys, RedisClock()))
+        self._check_policy(entry)
+        return True
 
     def _check_serving(self, worker: WorkerService) -> bool:
         """Whether all model processes of this worker take batches, and a batcher is active for its model."""
@@ -430,9 +508,7 @@ class Supervisor:
         processes = sum(is_local_process(name, worker.pid) for name in snapshot.model_processes)
         if processes < worker.processes or not self._link.call("EXISTS", keys.batcher):
             return False
-        worker.serving = True
-        worker.serving_since_s = time.monotonic()
-        worker.registration, worker.overrides = snapshot.registration, snapshot.overrides
+        worker.begin_to_serve(snapshot)
         if not self._has_served:
             self._check_policy(worker)
         else:
@@ -462,7 +538,7 @@ class Supervisor:
         self._leaving.append(worker)
         return True
 
-    def _check_policy(self, worker: WorkerService) -> None:
+    def _check_policy(self, worker: ServedHere) -> None:
         """A model may only declare a policy that the batcher has, unless an operator has overridden it."""
         policy = worker.registration.get("policy", POLICIES[0])
         if "policy" not in worker.overrides and not self.has_policy(policy):
@@ -490,6 +566,9 @@ class Supervisor:
             worker.wait_or_kill(drain_timeout_s if worker.serving else LOADING_STOP_TIMEOUT_S)
             for worker in workers
         ]
+        if self._node is not None:
+            self._node.terminate()
+            ended.append(self._node.wait_or_kill(drain_timeout_s))
         if self._batcher is not None:
             self._batcher.terminate()
             ended.append(self._batcher.wait_or_kill(BATCHER_STOP_TIMEOUT_S))
@@ -498,6 +577,24 @@ class Supervisor:
         if self.redis is not None:
             self.redis.stop()
         return all(ended)
+
+
+def _entries(plan: StackPlan) -> list[LoadedEntry]:
+    """The entries that the node is to serve. Raises ValueError."""
+    if plan.repository is None:
+        return []
+    repository = Repository(plan.repository)
+    names = repository.names()
+    for name in plan.entries:
+        if name not in names:
+            listed = ", ".join(names) or "none"
+            raise ValueError(f"there is no model {name!r:.80} in {plan.repository}; there are {listed}")
+    if not names:
+        raise ValueError(
+            f"{plan.repository} has no models: each is a folder with its versions, NAME/1/model.py"
+        )
+    processes = len(devices(plan.device or "auto", plan.replicas or 1))
+    return [LoadedEntry(name, processes) for name in plan.entries or names]
 
 
 def preferred_port() -> int | None:

@@ -40,11 +40,11 @@ from carpool_cli.local.example import TEXT, is_known
 from carpool_cli.local.reload import Reloader
 from carpool_cli.local.supervisor import (
     POLL_S,
+    ServedHere,
     ServiceEndedError,
     StackPlan,
     StartError,
     Supervisor,
-    WorkerService,
     can_serve_http,
     preferred_port,
 )
@@ -66,8 +66,9 @@ class UpSettings(ModelSource, RedisSettings):
         description="one or more of module:Name, path/file.py:Name, hf:FOLDER, st:FOLDER, onnx:FILE, square, "
         "docsearch, writer, voice-activity; NAME=MODEL serves it under another name; FILE.toml has models, "
         "with parameters and settings, and FILE.toml:NAME is one of them; repository:DIR/NAME is one of a "
-        "folder",
+        "folder; or the folder of a repository, alone: all its models",
     )
+    load: Listed = Field([], description="of a repository: the names of its models to serve (default: all)")
     redis_url: RedisUrl | None = Field(
         None, description="a running Redis to use (default: start one, which stops with this command)"
     )
@@ -133,6 +134,28 @@ class UpSettings(ModelSource, RedisSettings):
             )
         return self
 
+    @property
+    def repository(self) -> Path | None:
+        """The folder of models that is to be served, if the arguments name one."""
+        folders = [Path(model) for model in self.model if Path(model).is_dir()]
+        return folders[0] if folders else None
+
+    @model_validator(mode="after")
+    def _check_repository(self) -> Self:
+        if self.repository is None:
+            if self.load:
+                raise ValueError("--load (or CARPOOL_LOAD) names models of a repository; give its folder")
+            return self
+        if len(self.model) > 1:
+            raise ValueError(f"{self.repository} is a folder of models: give it alone, or start it by itself")
+        given = [name for name in ("param", "param_file", "set", "reload") if getattr(self, name)]
+        if given:
+            flags = " and ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(
+                f"{flags}: not with a repository; write it into its files, or use `carpool load`"
+            )
+        return self
+
     def _gateway_port(self) -> int | None:
         """None for no gateway; 0 for any port, the usual one first."""
         if not (self.gateway and can_serve_http()):
@@ -144,7 +167,9 @@ class UpSettings(ModelSource, RedisSettings):
     def plan(self) -> StackPlan:
         """The plan for the supervisor."""
         return StackPlan(
-            models=self.model,
+            models=[] if self.repository else self.model,
+            repository=self.repository,
+            entries=self.load,
             options=self.options,
             redis_url=self.redis_url,
             redis_port=preferred_port() if self.redis_port is None else self.redis_port or None,
@@ -209,7 +234,7 @@ def _supervise(supervisor: Supervisor, settings: UpSettings, screen: Screen, sto
             break
         if time.monotonic() >= notice_at_s:
             notice_at_s += LOADING_NOTICE_INTERVAL_S
-            names = ", ".join(worker.model for worker in supervisor.workers if not worker.serving)
+            names = ", ".join(one.model for one in supervisor.models if not one.serving)
             screen.print(f"  still loading after {time.monotonic() - started_s:.0f} s: {names}")
     if reloader is not None:
         _reload(supervisor, reloader, stop)
@@ -227,7 +252,7 @@ def _reload(supervisor: Supervisor, reloader: Reloader, stop: threading.Event) -
         reloader.stop()
 
 
-def served_line(worker: WorkerService) -> str:
+def served_line(worker: ServedHere) -> str:
     """The line that announces that a model is served."""
     took_s = worker.serving_since_s - worker.started_s
     size = worker.registration.get("max_batch_size", "?")
@@ -237,7 +262,7 @@ def served_line(worker: WorkerService) -> str:
     return f"  {worker.model} is served after {took_s:.1f} s: {processes}, {limit}"
 
 
-def _warn_of_policy(supervisor: Supervisor, worker: WorkerService, screen: Screen) -> None:
+def _warn_of_policy(supervisor: Supervisor, worker: ServedHere, screen: Screen) -> None:
     """An override that the batcher rejects does not end the command: it could then not be removed."""
     policy = worker.overrides.get("policy", "")
     if policy and not supervisor.has_policy(policy):
@@ -264,7 +289,7 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
     screen.title(f"Serving at {without_password(supervisor.url)}. Commands to try in another terminal:\n")
     if paste.needs_environment(supervisor.url):
         screen.print("  (with CARPOOL_REDIS_URL set to this URL, including the password)\n")
-    for worker in supervisor.workers:
+    for worker in supervisor.models:
         for line in paste.lines(
             supervisor.url,
             worker.model,

@@ -12,6 +12,8 @@ run        one run: a stack under load, a fault, and what became of each request
 streams    what became of the texts that readers read through gateways
 gateway_run     a run with gateways, and HTTP clients beside the producers
 gateway_faults  the faults of gateways
+nodes           versions that are replaced on nodes, while these are killed
+node_producer   the program of their producers
 report     the tables
 main       the command
 """

@@ -50,8 +50,10 @@ async def produce(url: str, name: str, rate: int, stop: asyncio.Event) -> list[R
             records.append(Record(sent_s, time.monotonic(), label, error))
 
         number, due_s = 0, time.monotonic()
+        due = 0.0  # how many are to be sent by now
         while not stop.is_set():
-            for _ in range(int(rate * INTERVAL_S) if len(tasks) < IN_FLIGHT_MAX else 0):
+            due += rate * INTERVAL_S if len(tasks) < IN_FLIGHT_MAX else 0.0
+            while number < int(due):
                 number += 1
                 tasks.add(task := asyncio.create_task(ask(f"{name}-{number}")))
                 task.add_done_callback(tasks.discard)

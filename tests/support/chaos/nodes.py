@@ -1,8 +1,8 @@
 """Versions are replaced under load while nodes die: `make chaos CHAOS="--nodes --seed 7"`.
 
 Three nodes with room for two processes each serve two replicas of a model, and three producers send. Versions
-are loaded one after the other, every third of which cannot be loaded, while a thread kills nodes and starts
-others in their places. Each load has a label of its own, with which its processes answer.
+are loaded one after the other, every third of which cannot be loaded; during some a node is killed, and
+another takes its place. Each load has a label of its own, with which its processes answer.
 
 - failed: requests that ended with an error, or had the answer of another one; lost: without any answer.
 - stale: sent after a load had ended, and answered by a version that was not the one that serves since then.
@@ -28,8 +28,7 @@ from support.chaos.node_producer import Record
 from support.command import carpool
 from support.forking import ForkedProcess, ForkServer
 from support.repository import load, make_repository, start_node
-from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.stack import Stack
 
 REPLACEMENTS: Final = 50
 DEATHS: Final = 10
@@ -72,36 +71,33 @@ class NodesOutcome(NamedTuple):
         return not (self.failed or self.lost or self.stale or self.wrong or self.left_over)
 
 
-class Killer:
-    """Kills a node now and then, and starts another in its place, in a thread until the end of the block."""
+class Nodes:
+    """Nodes, one of which can be killed soon, while something else goes on; then another takes its place."""
 
-    def __init__(self, stack: Stack, repository: Path, seed: int, deaths: int, pause_s: float) -> None:
+    def __init__(self, stack: Stack, repository: Path, seed: int) -> None:
         self._stack, self._repository = stack, repository
         self._random = random.Random(seed)
-        self._deaths, self._pause_s = deaths, pause_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.nodes = [start_node(stack, repository, ROOM) for _ in range(NODES)]
+        self._thread = threading.Thread(target=self._replace_one)
+        self._nodes = [start_node(stack, repository, ROOM) for _ in range(NODES)]
         self.deaths = 0
 
-    def __enter__(self) -> Killer:
+    def kill_soon(self) -> None:
+        """Within a second. `wait` before the next time."""
+        self._thread = threading.Thread(target=self._replace_one)
         self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(END_S_MAX)
-        assert not self._thread.is_alive()
+    def wait(self) -> None:
+        """Wait until a node that was to be killed is replaced."""
+        if self._thread.ident is not None:
+            self._thread.join(END_S_MAX)
+            assert not self._thread.is_alive()
 
-    def _run(self) -> None:
-        while self.deaths < self._deaths and not self._stop.wait(
-            self._random.uniform(0.5, 1.5) * self._pause_s
-        ):
-            at = self._random.randrange(NODES)
-            victim: Service = self.nodes[at]
-            victim.kill()
-            self.deaths += 1
-            self.nodes[at] = start_node(self._stack, self._repository, ROOM)
+    def _replace_one(self) -> None:
+        time.sleep(self._random.uniform(0.0, 1.0))
+        at = self._random.randrange(NODES)
+        self._nodes[at].kill()
+        self._nodes[at] = start_node(self._stack, self._repository, ROOM)
+        self.deaths += 1
 
 
 class Producers:
@@ -138,7 +134,8 @@ def carry_out(
     with ExitStack() as opened:
         stack = opened.enter_context(Stack(home / "stack"))
         stack.batcher()
-        killer = Killer(stack, repository, seed, deaths, pause_s=3.0)
+        nodes = Nodes(stack, repository, seed)
+        with_death = set(chosen.sample(range(1, replacements + 1), min(deaths, replacements)))
         first = _load(stack, "0", "1", fails=False, flags=("--replicas", str(REPLICAS)))
         assert not first[0], first[0]
         served = [Served(time.monotonic(), "0")]
@@ -146,21 +143,21 @@ def carry_out(
         opened.callback(producers.kill)
         wrong: list[str] = []
         load_s: list[float] = []
-        with killer:
-            for number in range(1, replacements + 1):
-                fails = number % FAILS_EVERY == 0
-                version = str(chosen.randint(1, VERSIONS))
-                problem, took_s = _load(stack, str(number), version, fails=fails)
-                if problem:
-                    wrong.append(problem)
-                if not fails:
-                    load_s.append(took_s)
-                    if not problem:
-                        served.append(Served(time.monotonic(), str(number)))
-                print(f"load {number} of {replacements}, {killer.deaths} deaths", file=sys.stderr, flush=True)
-            wait_until(
-                lambda: killer.deaths == deaths, description="all deaths are inflicted", timeout_s=END_S_MAX
-            )
+        for number in range(1, replacements + 1):
+            fails = number % FAILS_EVERY == 0
+            if number in with_death:
+                nodes.wait()
+                nodes.kill_soon()
+            version = str(chosen.randint(1, VERSIONS))
+            problem, took_s = _load(stack, str(number), version, fails=fails)
+            if problem:
+                wrong.append(problem)
+            if not fails:
+                load_s.append(took_s)
+                if not problem:
+                    served.append(Served(time.monotonic(), str(number)))
+            print(f"load {number} of {replacements}, {nodes.deaths} deaths", file=sys.stderr, flush=True)
+        nodes.wait()
         records = producers.end()
         stack.wait_until_idle("echo", END_S_MAX)
         left_over = _left_over(stack)
@@ -171,7 +168,7 @@ def carry_out(
         lost=sum(not (record.label or record.error) for record in records),
         stale=list(_stale(records, served)),
         wrong=wrong,
-        deaths=killer.deaths,
+        deaths=nodes.deaths,
         load_s=load_s,
         median_s=median(waits_s),
         worst_s=max(waits_s),
