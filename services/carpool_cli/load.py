@@ -102,7 +102,11 @@ def _load(settings: LoadSettings, store: NodeStore) -> int:
     if not settings.wait:
         print(printable_lines(f"{name} is wanted as generation {generation}; `carpool nodes` shows it"))
         return 0
-    return _follow(settings, store, name, generation)
+    try:
+        return _follow(settings, store, name, generation)
+    except KeyboardInterrupt:
+        complain(f"carpool load: not waited for; {name} remains wanted: `carpool nodes` shows it")
+        raise
 
 
 def _parameters(words: Sequence[str]) -> dict[str, str]:

@@ -31,6 +31,7 @@ from carpool_worker.repository.repository import Repository
 
 LEASE_MS: Final = 3000
 TURN_S: Final = 0.5
+NEXT_TURN_S: Final = 0.05  # after one that changed something
 SILENT_S_MAX: Final = 30.0  # of the loop of turns, which then hangs
 _LINK_TIMEOUT_S: Final = 1.5  # well below the lease
 _SCAN_S: Final = 1.0  # between two looks at the repository ...
@@ -110,7 +111,8 @@ class _Service:
         """A turn, and the wait until something happens or the next one is due."""
         wait_s = TURN_S
         try:
-            self._node.turn()
+            if self._node.turn():
+                wait_s = NEXT_TURN_S
             self._backoff.reset()
             self._failing = ""
         except (UnavailableError, CommandError) as error:

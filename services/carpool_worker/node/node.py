@@ -97,8 +97,9 @@ class Node:
 
     # --- a turn --------------------------------------------------------------------------------------------
 
-    def turn(self) -> None:
-        """One turn. Raises LinkError or CommandError."""
+    def turn(self) -> bool:
+        """One turn. Whether it changed anything, so that more may follow at once. Raises LinkError or
+        CommandError."""
         self._look()
         updates: dict[SeatName, SeatUpdate] = dict.fromkeys(self._free, "FREE")
         updates |= {name: local.state for name, local in self._seats.items()}
@@ -110,8 +111,10 @@ class Node:
             if self._store.fail(*self._failed[0]):
                 snapshot = self._store.snapshot()
             self._failed.pop(0)
-        self._carry_out(make_plan(snapshot, self.name, occupied=len(self._outgoing), paused=self._paused()))
+        plan = make_plan(snapshot, self.name, occupied=len(self._outgoing), paused=self._paused())
+        self._carry_out(plan)
         self._forget(snapshot)
+        return any(plan) or bool(self._free)
 
     def _report(self) -> str:
         reasons = {title: reason for title, (reason, _) in self._reasons.items()}
