@@ -11,11 +11,12 @@ from typing import Annotated, Final
 from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg
 
-from carpool.keys import NodesKeys
+from carpool.keys import Keys, NodesKeys
 from carpool.settings import ConnectionSettings, Lines, Seconds, read_settings
 from carpool.shown import complain, printable_lines
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.nodes import NodeStore
+from carpool.store.traffic import Traffic
 from carpool.wire.nodes import REPLICAS_MAX, OutcomeState
 from carpool_cli.refused import explain
 
@@ -99,14 +100,45 @@ def _load(settings: LoadSettings, store: NodeStore) -> int:
         settings.share,
         entry=entry or name,
     )
+    if settings.share is not None:  # before any of its processes takes a batch
+        set_share(settings, name, _version_of(store, generation), settings.share)
     if not settings.wait:
+        if settings.share is None:
+            set_share(settings, name, None)
         print(printable_lines(f"{name} is wanted as generation {generation}; `carpool nodes` shows it"))
         return 0
     try:
-        return _follow(settings, store, name, generation)
+        status = _follow(settings, store, name, generation)
     except KeyboardInterrupt:
         complain(f"carpool load: not waited for; {name} remains wanted: `carpool nodes` shows it")
         raise
+    if settings.share is None:
+        is_divided = status != 0  # it serves alone now
+    else:
+        is_divided = any(wanted.generation == generation for wanted in store.wanted())
+    if not is_divided:
+        set_share(settings, name, None)
+    return status
+
+
+def _version_of(store: NodeStore, generation: int) -> str:
+    """Raises ValueError."""
+    for wanted in store.wanted():
+        if wanted.generation == generation:
+            return wanted.version
+    raise ValueError(f"generation {generation} was unloaded meanwhile")
+
+
+def set_share(settings: ConnectionSettings, model: str, version: str | None, share: int = 0) -> None:
+    """Give this share of the traffic to a version, and the rest to the others; None: no version has one."""
+    keys = Keys(model, settings.prefix)
+    link = Link(settings.redis_url, name=f"carpool-share-{os.getpid()}", key=keys.shares)
+    try:
+        traffic, shares = Traffic(link, keys), {} if version is None else {version: share}
+        if shares != traffic.shares():
+            traffic.set(shares)
+    finally:
+        link.close()
 
 
 def _parameters(words: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable_lines
 from carpool.store.connection import CommandError, LinkError
 from carpool.store.nodes import NodeStore
-from carpool_cli.load import POLL_S, open_link
+from carpool_cli.load import POLL_S, open_link, set_share
 from carpool_cli.refused import explain
 from carpool_cli.screen import count
 
@@ -62,6 +62,8 @@ def _unload(settings: UnloadSettings, store: NodeStore) -> int:
         title = settings.model if settings.version is None else f"{settings.model} version {settings.version}"
         loaded = ", ".join(sorted(wanted.title for wanted in before)) or "nothing is"
         return _fail(f"{title} is not loaded; loaded: {loaded}")
+    if not any(wanted.share for wanted in store.wanted() if wanted.model == settings.model):
+        set_share(settings, settings.model, None)
     told = 0
     while settings.wait:
         snapshot = store.snapshot()

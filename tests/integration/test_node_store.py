@@ -194,7 +194,7 @@ def test_share_is_served_beside_and_promoted_or_unloaded(house: House) -> None:
     first = house.load("1", 2)
     house.hold("a", f"{first}/0", f"{first}/1")
     house.settle(first)
-    with pytest.raises(ValueError, match="only another version"):
+    with pytest.raises(ValueError, match="only another one"):
         house.load("1", share=10)
     second = house.load("2", share=10)
     house.hold("a", f"{second}/0")

@@ -15,6 +15,7 @@ from typing import Final, Self
 import pytest
 
 from carpool.client.aio import AsyncClient
+from carpool.keys import Keys
 from support.command import carpool, running
 from support.repository import (
     load,
@@ -197,6 +198,25 @@ def test_later_one_of_two_loads_wins_and_the_earlier_command_ends(house: Stack, 
     assert "carpool load: echo does not serve: generation" in ended.stderr
     assert "(version 3) was loaded instead" in ended.stderr
     wait_for_serving(house, {"3": 1})
+
+
+def test_version_with_a_share_serves_beside_the_other_one_until_it_gets_everything(house: Stack) -> None:
+    load(house, "echo", "--version", "1")
+    broken = load(house, "echo", "--version", "2", "--share", "10%", "--param", "reason=no", check=False)
+    assert broken.returncode == 1 and shares(house) == {}
+    load(house, "echo", "--version", "2", "--share", "10%")
+    assert serving(house) == {"1": 1, "2": 1} and shares(house) == {"2": "10"}
+    unload(house, "echo", "--version", "2")
+    assert serving(house) == {"1": 1} and shares(house) == {}
+    load(house, "echo", "--version", "2", "--share", "20")
+    assert shares(house) == {"2": "20"}
+    load(house, "echo", "--version", "2")
+    assert serving(house) == {"2": 1} and shares(house) == {}
+
+
+def shares(stack: Stack) -> dict[str, str]:
+    found = stack.redis.hgetall(Keys("echo").shares)
+    return {version.decode(): share.decode() for version, share in found.items()}
 
 
 def test_requests_wait_for_a_model_that_is_unloaded(house: Stack) -> None:

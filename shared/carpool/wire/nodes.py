@@ -314,7 +314,8 @@ def outcome_of(snapshot: Snapshot, reply: bytes | None, model: str, generation: 
     serving = snapshot.serving(wanted)
     progress = f"{serving} of {wanted.replicas} processes of {wanted.title} serve"
     if serving == wanted.replicas:
-        is_done = (wanted.is_settled and not _is_anything_ending(snapshot, wanted)) or wanted.is_leaving
+        is_complete = wanted.is_settled and not _is_anything_ending(snapshot, wanted)
+        is_done = wanted.is_leaving or (is_complete and not _replaces_another(snapshot, wanted))
         return Outcome(OutcomeState.SERVING if is_done else OutcomeState.LOADING, progress)
     if lacking := shortage_of(snapshot, wanted):
         return Outcome(OutcomeState.WAITING, lacking)
@@ -331,6 +332,13 @@ def _is_anything_ending(snapshot: Snapshot, wanted: Wanted) -> bool:
         and snapshot.generation(seat.name.generation) is None
         for seat in snapshot.seats.values()
     )
+
+
+def _replaces_another(snapshot: Snapshot, wanted: Wanted) -> bool:
+    """Whether another generation of the model is not gone yet, whose place it takes."""
+    if wanted.share is not None or wanted.is_leaving:
+        return False
+    return any(other.model == wanted.model and other.is_leaving for other in snapshot.wanted)
 
 
 def _reasons(node: NodeReport, wanted: Wanted) -> Iterable[str]:
@@ -352,10 +360,9 @@ def shortage_of(snapshot: Snapshot, wanted: Wanted) -> str:
     if not having:
         return f"no node has {wanted.title} in its repository"
     free = {node.name: node.room - _taken(snapshot, node, wanted) for node in having}
-    replaces = any(other.model == wanted.model and other.is_leaving for other in snapshot.wanted)
     if len(missing) <= sum(max(0, number) for number in free.values()):
         return ""
-    if wanted.replicas == 1 and replaces and wanted.share is None:
+    if wanted.replicas == 1 and _replaces_another(snapshot, wanted):
         return ""  # one more than there is room for, until the other is gone
     places = [f"node {node.name} has {max(0, free[node.name])} of {node.room} free" for node in having]
     processes = "process" if len(missing) == 1 else "processes"

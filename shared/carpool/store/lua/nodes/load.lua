@@ -18,8 +18,8 @@ for _, generation in ipairs(generations) do
   if is_same and (generation.settled or not generation.leaving) then found = generation end
   if not generation.share and (generation.settled or not generation.leaving) then main = generation end
 end
-if share and (not main or found == main) then
-  return main and 'this is what serves the model: only another version, or other parameters, can have a share'
+if share and (not main or main.version == version) then
+  return main and 'this version serves the model: only another one can have a share of the traffic'
     or 'nothing serves the rest of the traffic: load a version without a share first'
 end
 
