@@ -80,13 +80,13 @@ def _state(snapshot: Snapshot, wanted: Wanted) -> str:
 
 def _serves(snapshot: Snapshot, node: NodeReport) -> str:
     """Such as `echo 2 (2 processes), echo 1 (draining)`."""
-    numbers = Counter(_of_seat(snapshot, seat) for seat in node.seats)
+    numbers = Counter(_of_seat(snapshot, node, seat) for seat in node.seats)
     return ", ".join(f"{text} x{number}" if number > 1 else text for text, number in sorted(numbers.items()))
 
 
-def _of_seat(snapshot: Snapshot, seat: Seat) -> str:
+def _of_seat(snapshot: Snapshot, node: NodeReport, seat: Seat) -> str:
     of = snapshot.generation(seat.name.generation)
-    title = "what is unloaded" if of is None else f"{of.model} {of.version}"
+    title = " ".join(_served(snapshot, node, seat))
     state = SeatState.DRAINING if of is None or seat.state is SeatState.YIELDED else seat.state
     return title if state is SeatState.SERVING else f"{title} ({state.lower()})"
 
@@ -103,20 +103,29 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
     ]
     nodes = [
         {
-            **node._asdict(),
+            "name": node.name,
+            "room": node.room,
             "used": node.used,
-            "seats": [_seat_json(snapshot, seat) for seat in node.seats],
+            "entries": node.entries,
+            "reasons": node.reasons,
+            "seats": [_seat_json(snapshot, node, seat) for seat in node.seats],
         }
         for node in snapshot.nodes
     ]
     return {"nodes": nodes, "wanted": wanted}
 
 
-def _seat_json(snapshot: Snapshot, seat: Seat) -> dict[str, Any]:
+def _served(snapshot: Snapshot, node: NodeReport, seat: Seat) -> tuple[str, str]:
+    """The model and the version of a seat, also if that is not wanted any more."""
     of = snapshot.generation(seat.name.generation)
+    return node.serves.get(str(seat.name), ("?", "?")) if of is None else (of.model, of.version)
+
+
+def _seat_json(snapshot: Snapshot, node: NodeReport, seat: Seat) -> dict[str, Any]:
+    model, version = _served(snapshot, node, seat)
     return {
-        "model": None if of is None else of.model,
-        "version": None if of is None else of.version,
+        "model": model,
+        "version": version,
         "generation": seat.name.generation,
         "number": seat.name.number,
         "state": seat.state,

@@ -31,6 +31,7 @@ class House:
         self._url = stack.url
         self.operator = NodeStore(self._link())
         self.nodes: dict[str, SeatStore] = {}
+        self._serves: dict[str, dict[str, tuple[str, str]]] = {}
 
     def _link(self) -> Link:
         link = Link(self._url, name="test")
@@ -43,7 +44,9 @@ class House:
     def hold(self, node: str, *seats: str, state: SeatState | str = SERVING, room: int = 4) -> set[str]:
         """The node says that it has these seats; returns those that are refused."""
         store = self.nodes.setdefault(node, SeatStore(self._link(), node, LEASE_MS))
-        report = NodeReport(node, room, {"echo": ["1", "2", "10"]}, {}).encode()
+        self._serves.setdefault(node, {}).update(dict.fromkeys(seats, ("echo", "")))
+        entries, serves = {"echo": ["1", "2", "10"]}, self._serves[node]
+        report = NodeReport(node, room, entries, {}, serves=serves).encode()
         refused, _ = store.hold(report, {name(seat): state for seat in seats})  # type: ignore[misc]
         return set(map(str, refused))
 
@@ -126,10 +129,10 @@ def test_version_replaces_another_one_once_all_of_it_serves(house: House) -> Non
     assert house.settle(second)
     assert [wanted.generation for wanted in house.snapshot.wanted] == [second]
     assert house.state(first) is OutcomeState.GONE and "replaced it" in house.reason(first)
-    assert house.state(second) is OutcomeState.LOADING  # until the old processes take nothing more
     house.hold("a", f"{first}/0", f"{first}/1", state=DRAINING)
-    assert house.state(second) is OutcomeState.SERVING
+    assert house.state(second) is OutcomeState.LOADING  # until the old processes have ended
     house.hold("a", f"{first}/0", f"{first}/1", state="FREE")
+    assert house.state(second) is OutcomeState.SERVING
     assert set(house.seats) == {f"{second}/0", f"{second}/1"}
 
 

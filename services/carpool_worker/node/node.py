@@ -118,7 +118,8 @@ class Node:
 
     def _report(self) -> str:
         reasons = {title: reason for title, (reason, _) in self._reasons.items()}
-        return NodeReport(self.name, self._room, dict(self._entries()), reasons).encode()
+        serves = {str(name): (one.wanted.model, one.wanted.version) for name, one in self._seats.items()}
+        return NodeReport(self.name, self._room, dict(self._entries()), reasons, serves=serves).encode()
 
     def _carry_out(self, plan: Plan) -> None:
         for name in plan.stop:

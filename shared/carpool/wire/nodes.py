@@ -112,7 +112,7 @@ class NodeReport(NamedTuple):
 
     `room`: how many model processes it runs at most. `entries`: the versions of each entry of its repository,
     ascending. `reasons`: by the title of what it could not load, why. `seats`: those that it has; so many are
-    `used`.
+    `used`. `serves`: by the name of a seat the model and the version of its process.
     """
 
     name: str
@@ -120,6 +120,7 @@ class NodeReport(NamedTuple):
     entries: dict[str, list[str]]
     reasons: dict[str, str]
     seats: list[Seat] = []  # noqa: RUF012 (never changed)
+    serves: dict[str, tuple[str, str]] = {}  # noqa: RUF012
 
     @property
     def used(self) -> int:
@@ -137,7 +138,7 @@ class NodeReport(NamedTuple):
 
     def encode(self) -> str:
         """What it publishes, as JSON. Its seats are elsewhere."""
-        fields = {"room": self.room, "entries": self.entries, "reasons": self.reasons}
+        fields = {name: getattr(self, name) for name in ("room", "entries", "reasons", "serves")}
         return json.dumps(fields, separators=(",", ":"), sort_keys=True)
 
 
@@ -214,7 +215,10 @@ def _decode_report(name: str, text: str, seats: Mapping[SeatName, Seat]) -> Node
         fields = json.loads(text)
         entries = {str(entry): list(map(str, versions)) for entry, versions in fields["entries"].items()}
         reasons = {str(title): str(reason) for title, reason in fields["reasons"].items()}
-        return NodeReport(name, int(fields["room"]), entries, reasons, own)
+        serves = {
+            str(seat): (str(model), str(version)) for seat, (model, version) in fields["serves"].items()
+        }
+        return NodeReport(name, int(fields["room"]), entries, reasons, own, serves)
     except (ValueError, TypeError, KeyError, AttributeError):  # it has not reported, or a user wrote it
         return NodeReport(name, 0, {}, {}, own)
 
@@ -316,7 +320,9 @@ def outcome_of(snapshot: Snapshot, reply: bytes | None, model: str, generation: 
     if serving == wanted.replicas:
         is_complete = wanted.is_settled and not _is_anything_ending(snapshot, wanted)
         is_done = wanted.is_leaving or (is_complete and not _replaces_another(snapshot, wanted))
-        return Outcome(OutcomeState.SERVING if is_done else OutcomeState.LOADING, progress)
+        if is_done:
+            return Outcome(OutcomeState.SERVING, progress)
+        return Outcome(OutcomeState.LOADING, f"{progress}, other processes finish what they have")
     if lacking := shortage_of(snapshot, wanted):
         return Outcome(OutcomeState.WAITING, lacking)
     reasons = [reason for node in snapshot.nodes for reason in _reasons(node, wanted)]
@@ -324,13 +330,13 @@ def outcome_of(snapshot: Snapshot, reply: bytes | None, model: str, generation: 
 
 
 def _is_anything_ending(snapshot: Snapshot, wanted: Wanted) -> bool:
-    """Whether a process that is not wanted any more still takes batches: perhaps one that this replaced."""
+    """Whether a process of the model that is not wanted any more has not ended. It may get a batch even after
+    it was told to drain, because its last fetch waits in Redis."""
     return any(
-        seat.state is SeatState.SERVING
-        and snapshot.lives(seat.node)
-        and seat.name.generation < wanted.generation
+        node.serves.get(str(seat.name), ("", ""))[0] == wanted.model
         and snapshot.generation(seat.name.generation) is None
-        for seat in snapshot.seats.values()
+        for node in snapshot.nodes
+        for seat in node.seats
     )
 
 
