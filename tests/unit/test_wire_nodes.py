@@ -75,7 +75,7 @@ def test_arguments_of_a_load_are_checked_and_equal_parameters_have_equal_texts()
         (("m", "e", "1", {}, None, 100), "share is 100"),
     ):
         with pytest.raises(ValueError, match=error):
-            load_arguments(*arguments)  # type: ignore[arg-type]
+            load_arguments(*arguments)
     assert decode_load(7) == 7
     with pytest.raises(ValueError, match="why not"):
         decode_load(b"why not")

@@ -78,8 +78,6 @@ class StackPlan:
     for gRPC. `logs` is a directory, or None for standard error."""
 
     models: Sequence[str]
-    repository: Path | None = None
-    entries: Sequence[str] = ()
     redis_url: str | None = None
     options: ModelOptions = NO_OPTIONS
     redis_port: int | None = None
@@ -94,6 +92,8 @@ class StackPlan:
     grpc_port: int | None = None
     policies: Sequence[str] = ()
     logs: Path | None = None
+    repository: Path | None = None
+    entries: Sequence[str] = ()
 
 
 class Child(Protocol):
