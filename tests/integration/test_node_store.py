@@ -12,8 +12,8 @@ import pytest
 from carpool.keys import NodesKeys
 from carpool.store.connection import Link
 from carpool.store.nodes import NodeStore
-from carpool.store.seats import SeatStore
-from carpool.wire.nodes import NodeReport, OutcomeState, SeatName, SeatState, Snapshot
+from carpool.store.seats import SeatStore, SeatUpdate
+from carpool.wire.nodes import NodeReport, OutcomeState, SeatName, SeatState, Snapshot, Wanted
 from conftest import SERVERS
 from support.stack import Stack
 
@@ -41,19 +41,19 @@ class House:
     def close(self) -> None:
         self._opened.close()
 
-    def hold(self, node: str, *seats: str, state: SeatState | str = SERVING, room: int = 4) -> set[str]:
+    def hold(self, node: str, *seats: str, state: SeatUpdate = SERVING, room: int = 4) -> set[str]:
         """The node says that it has these seats; returns those that are refused."""
         store = self.nodes.setdefault(node, SeatStore(self._link(), node, LEASE_MS))
         self._serves.setdefault(node, {}).update(dict.fromkeys(seats, ("echo", "")))
         entries, serves = {"echo": ["1", "2", "10"]}, self._serves[node]
         report = NodeReport(node, room, entries, {}, serves=serves).encode()
-        refused, _ = store.hold(report, {name(seat): state for seat in seats})  # type: ignore[misc]
+        refused, _ = store.hold(report, {name(seat): state for seat in seats})
         return set(map(str, refused))
 
     def settle(self, generation: int) -> bool:
         return next(iter(self.nodes.values())).settle(self.wanted(generation))
 
-    def wanted(self, generation: int):  # type: ignore[no-untyped-def]
+    def wanted(self, generation: int) -> Wanted:
         found = self.operator.snapshot().generation(generation)
         assert found is not None
         return found

@@ -245,7 +245,7 @@ def test_seats_of_a_node_that_is_killed_are_taken_and_of_one_that_stops_at_once(
         producers.wait_for("1")
         second.kill()
         stopwatch = Stopwatch()
-        wait_until(lambda: not os.path.exists(f"/proc/{worker}"), description="its worker has ended")  # noqa: PTH110
+        wait_until(lambda: not Path(f"/proc/{worker}").exists(), description="its worker has ended")
         wait_until(lambda: len(worker_processes(first)) == 2, description="its seat is taken")
         assert stopwatch.passed_s < TAKEN_WITHIN_S
         wait_for_serving(stack, {"1": 2})

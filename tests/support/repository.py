@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,8 +71,11 @@ def wait_for_serving(
     stack: Stack, expected: dict[str, int], model: str = "echo", timeout_s: float = EVENTUALLY_S
 ) -> None:
     """Wait until exactly so many processes serve each version."""
-    is_so: Callable[[], bool] = lambda: serving(stack, model) == expected  # noqa: E731
-    wait_until(is_so, description=f"{expected} processes serve {model}", timeout_s=timeout_s)
+    wait_until(
+        lambda: serving(stack, model) == expected,
+        description=f"{expected} processes serve {model}",
+        timeout_s=timeout_s,
+    )
 
 
 def load(stack: Stack, model: str, *flags: str, check: bool = True) -> Done:
@@ -89,4 +90,4 @@ def unload(stack: Stack, model: str, *flags: str) -> Done:
 
 def worker_processes(node: Service) -> list[int]:
     """The worker processes of a node."""
-    return [pid for pid in node.children() if os.path.exists(f"/proc/{pid}")]  # noqa: PTH110
+    return [pid for pid in node.children() if Path(f"/proc/{pid}").exists()]

@@ -53,7 +53,8 @@ class Served(NamedTuple):
 
 
 class NodesOutcome(NamedTuple):
-    """What became of all requests and loads. `waits_s`: the longest and the median time to an answer."""
+    """What became of all requests, which were sent for so many `seconds`, and of all loads. `load_s`: of each
+    that should not fail; `median_s` and `worst_s`: from a request to its answer."""
 
     requests: int
     failed: Sequence[str]
@@ -61,6 +62,7 @@ class NodesOutcome(NamedTuple):
     stale: Sequence[str]
     wrong: Sequence[str]
     deaths: int
+    seconds: float
     load_s: Sequence[float]
     median_s: float
     worst_s: float
@@ -169,6 +171,7 @@ def carry_out(
         stale=list(_stale(records, served)),
         wrong=wrong,
         deaths=nodes.deaths,
+        seconds=max(record.sent_s for record in records) - min(record.sent_s for record in records),
         load_s=load_s,
         median_s=median(waits_s),
         worst_s=max(waits_s),
@@ -214,7 +217,8 @@ def _left_over(stack: Stack) -> list[str]:
 def summary(outcome: NodesOutcome, seed: int) -> str:
     """A run in a few lines."""
     lines = [
-        f"seed {seed}: {outcome.requests:,} requests, {len(outcome.failed)} failed, {outcome.lost} lost, "
+        f"seed {seed}: {outcome.requests:,} requests, {outcome.requests / outcome.seconds:,.0f}/s, "
+        f"{len(outcome.failed)} failed, {outcome.lost} lost, "
         f"{len(outcome.stale)} stale; {outcome.deaths} nodes killed; loads: {len(outcome.wrong)} wrong, "
         f"median {median(outcome.load_s):.2f} s, worst {max(outcome.load_s):.2f} s; "
         f"answers: median {1000 * outcome.median_s:.1f} ms, worst {outcome.worst_s:.2f} s; "
