@@ -31,9 +31,9 @@ _WITHOUT_SELECTORS: Final = (
 class AclSettings(CarpoolSettings):
     """Write Redis's ACL file: one user for each role, with the permissions that the role needs and no others.
 
-    The roles are producer, batcher, worker, gateway, metrics and admin; no other user can connect. The
-    password of a role is in SECRETS/ROLE/password, and is generated if that file does not exist. Each is in a
-    directory of its own, so that it can be given to that role alone. Running the command again changes
+    The roles are producer, batcher, worker, gateway, control, metrics and admin; no other user can connect.
+    The password of a role is in SECRETS/ROLE/password, and is generated if that file does not exist. Each is
+    in a directory of its own, so that it can be given to that role alone. Running the command again changes
     nothing.
 
     Models that call others sign in as a producer (--model-redis-url of their worker). With --calls the file

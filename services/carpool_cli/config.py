@@ -74,8 +74,8 @@ class ConfigSettings(ConnectionSettings):
 
 
 class ConfiguredSetting(NamedTuple):
-    """A setting as it is configured. `source`: default, model, file, --set, or operator. `has_effect`: on
-    this model."""
+    """A setting as it is configured. `source`: default, model, file, --set, load, or operator.
+    `has_effect`: on this model."""
 
     value: str
     source: str

@@ -130,6 +130,18 @@ _ENQUEUE: Final = (
     _Lua("keep"),
 )
 
+_GATEWAY: Final = _grants(
+    "gateway",
+    _CONNECT,
+    _CLUSTER,
+    *_PRODUCE,
+    *_ENQUEUE,
+    Grant("the script keep, by its source", "eval", "requests kept replies body"),
+    Grant("read an operator's overrides of settings", "hgetall", "config"),
+    Grant("read what became of a model's requests", "hgetall", "statistics"),
+    *_NODES,
+)
+
 CALLER: Final = "model"  # a user for models that call others (CARPOOL_MODEL_REDIS_URL)
 _READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "result")
 
@@ -198,12 +210,17 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("nodes: run scripts", "evalsha eval", "wanted seats outcomes leases reports"),
         _Lua("nodes/hold nodes/settle nodes/yield nodes/generations"),
     ),
-    "gateway": _grants(
-        "gateway",
-        _CONNECT, _CLUSTER, *_PRODUCE, *_ENQUEUE,
-        Grant("the script keep, by its source", "eval", "requests kept replies body"),
-        Grant("read an operator's overrides of settings", "hgetall", "config"),
-        Grant("read what became of a model's requests", "hgetall", "statistics"),
+    "gateway": _GATEWAY,
+    # A gateway with --model-control. With rules for Redis 6 it may write to all hashes that a gateway reads.
+    "control": _grants(
+        "control",
+        *_GATEWAY,
+        _SCRIPTS,
+        Grant("load and unload models: run scripts", "evalsha eval", "wanted seats outcomes generation"),
+        Grant("what became of what is loaded", "hget", "outcomes"),
+        Grant("end the shares of versions that are gone", "hgetall hdel", "shares"),
+        Grant("end them: notify the batcher", "xadd", "settled"),
+        _Lua("nodes/load nodes/generations"),
     ),
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
     "admin": _grants(

@@ -10,7 +10,7 @@ from carpool.errors import CarpoolError
 from carpool.spoken import CHAT, COMPLETIONS, EMBEDDINGS
 from carpool_gateway.access_log import GONE, AccessLog
 from carpool_gateway.answers import JSON_HEADER, HttpError, allow, http_error_of, method_not_allowed
-from carpool_gateway.credentials import ANYBODY, INFER, METRICS, Key, KeyRing
+from carpool_gateway.credentials import ANYBODY, INFER, LOAD, METRICS, Key, KeyRing
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.native.handlers import NativeHandlers
 from carpool_gateway.openai.errors import error_answer
@@ -18,6 +18,7 @@ from carpool_gateway.openapi import document
 from carpool_gateway.probes import Probes
 from carpool_gateway.routes import NO_SCOPE, Place, Route, Router
 from carpool_gateway.v1.handlers import OpenAIHandlers
+from carpool_gateway.v2.control import ControlHandlers
 from carpool_gateway.v2.handlers import OpenInferenceHandlers
 
 _MODEL: Final = "/carpool/v1/models/{model}"
@@ -55,8 +56,6 @@ def _routes(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -
     yield _get("/v2", "v2", NO_SCOPE, v2.server_metadata, "What the server is")
     yield _get("/v2/health/live", "v2_health", NO_SCOPE, probes.v2_live, "Whether the gateway works")
     yield _get("/v2/health/ready", "v2_health", NO_SCOPE, probes.v2_ready, "Whether it can serve")
-    index = ("POST", "/v2/repository/index", "v2_index", INFER)
-    yield Route(*index, v2.handler_for_index, "The states of all models")
     stats = ("GET", "/v2/models/stats", "v2_stats", INFER)  # before a model of this name
     yield Route(*stats, v2.handler_for_all_statistics, "What became of the requests of all models")
     for path in (_V2_MODEL, _V2_VERSION):
@@ -71,6 +70,7 @@ def _routes(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -
         generate = ("POST", f"{path}/generate_stream", "v2_generate_stream", INFER)
         yield Route(*generate, v2.handler_for_generate_stream, "Plain JSON in, events with responses out")
 
+    yield from _routes_of_control(v2.control)
     stream = (
         "websocket",
         INFER,
@@ -85,6 +85,25 @@ def _routes(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -
     yield _get("/healthz", "healthz", NO_SCOPE, probes.healthz, "Whether the gateway works, as text")
     yield _get("/readyz", "readyz", NO_SCOPE, probes.readyz, "Whether it can serve, as text")
     yield _get("/metrics", "metrics", METRICS, probes.metrics, "Metrics of the gateway, for Prometheus")
+
+
+def _routes_of_control(control: ControlHandlers) -> Iterator[Route]:
+    """To load, unload and list models."""
+    models = ("GET", "/v2/models", "v2_models", INFER)
+    yield Route(*models, control.handler_for_list, "The names of the models that can be used")
+    for repository in ("/v2/repository", "/v2/repository/{repository}"):
+        index = ("POST", f"{repository}/index", "v2_index", INFER)
+        yield Route(*index, control.handler_for_index, "The states of all models")
+        for path in (f"{repository}/models/{{model}}", f"{repository}/models/{{model}}/versions/{{version}}"):
+            load = ("POST", f"{path}/load", "v2_load", LOAD)
+            yield Route(*load, control.handler_for_load, "Load a model, or another version of it")
+            unload = ("POST", f"{path}/unload", "v2_unload", LOAD)
+            yield Route(*unload, control.handler_for_unload, "Unload a model")
+    load = ("POST", "/v2/workers/{model}/load", "v2_worker_load", LOAD)
+    about = "Load a model with parameters; the answer is the name under which it is served"
+    yield Route(*load, control.handler_for_worker_load, about)
+    unload = ("POST", "/v2/workers/{model}/unload", "v2_worker_unload", LOAD)
+    yield Route(*unload, control.handler_for_worker_unload, "Unload one replica of a model")
 
 
 def _routes_of_openai(v1: OpenAIHandlers) -> Iterator[Route]:

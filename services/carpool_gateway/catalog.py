@@ -65,6 +65,10 @@ class Catalog:
             model = await asyncio.shield(self._read(name))
         return model
 
+    def forget(self, name: str) -> None:
+        """A model may have changed: read it again before it is used."""
+        self._known.pop(name, None)
+
     def _read(self, name: str) -> asyncio.Task[OfferedModel]:
         """Begin to read a model, unless that is under way."""
         reading = self._reads.get(name)

@@ -4,7 +4,7 @@
     name = "web"
     sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"    # of the key
     tenant = "acme"                # optional: of all its requests
-    scopes = ["infer"]             # optional: infer, metrics; without it infer
+    scopes = ["infer"]             # optional: infer, load, metrics; without it infer
     models = ["classify", "eu-*"]  # optional: names, * stands for any letters; without it all models
     rate = 50                      # optional: requests a second; twice as many at once
 
@@ -34,8 +34,9 @@ from carpool_gateway.answers import HttpError
 
 INFER: Final = "infer"
 METRICS: Final = "metrics"
+LOAD: Final = "load"  # to load and unload models
 KEY_PREFIX: Final = b"carpool.key."  # of a subprotocol of WebSocket that is an API key
-SCOPES: Final = (INFER, METRICS)
+SCOPES: Final = (INFER, LOAD, METRICS)
 _ALL: Final = ("*",)
 _FIELDS: Final = frozenset(("name", "sha256", "tenant", "scopes", "models", "rate"))
 _BURST_S: Final = 2.0  # of its rate, which a key may use at once

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from carpool.keys import MODEL_NAME, MODEL_VERSION
-from carpool_gateway.credentials import METRICS
+from carpool_gateway.credentials import LOAD, METRICS
 from carpool_gateway.routes import NO_SCOPE, Route
 from carpool_gateway.schemas import (
     Accepted,
@@ -31,6 +31,7 @@ from carpool_gateway.schemas import (
     IndexRequest,
     InferRequest,
     InferResponse,
+    LoadRequest,
     ModelConfig,
     ModelMetadata,
     ModelReady,
@@ -38,8 +39,10 @@ from carpool_gateway.schemas import (
     OpenAIError,
     OpenAIModel,
     OpenAIModels,
+    Scalar,
     ServerMetadata,
     Statistics,
+    UnloadRequest,
 )
 
 JSON: Final = "application/json"
@@ -87,6 +90,11 @@ CONTENTS: Final[Mapping[tuple[str, str], Content]] = {
     ("POST", "v2_generate"): Content({200: {JSON: GenerateResponse}}, {JSON: GenerateRequest}),
     ("POST", "v2_generate_stream"): Content({200: {EVENTS: None}}, {JSON: GenerateRequest}),
     ("POST", "v2_index"): Content(_json(list[IndexEntry]), {JSON: IndexRequest}, needs_body=False),
+    ("POST", "v2_load"): Content({200: {}}, {JSON: LoadRequest}, needs_body=False),
+    ("POST", "v2_unload"): Content({200: {}}, {JSON: UnloadRequest}, needs_body=False),
+    ("POST", "v2_worker_load"): Content({200: {TEXT: None}}, {JSON: dict[str, Scalar]}, needs_body=False),
+    ("POST", "v2_worker_unload"): Content({200: {}}, {JSON: None}, needs_body=False),
+    ("GET", "v2_models"): Content(_json(Models)),
     ("GET", "v1_models"): Content(_json(OpenAIModels)),
     ("GET", "v1_model"): Content(_json(OpenAIModel)),
     ("POST", "v1_completions"): Content({200: {JSON: Completion, EVENTS: None}}, {JSON: CompletionRequest}),
@@ -103,6 +111,7 @@ _PARAMETERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "model": {"type": "string", "pattern": f"^{MODEL_NAME.pattern}$"},
     "version": {"type": "string", "pattern": f"^{MODEL_VERSION.pattern}$"},
     "id": {"type": "string"},
+    "repository": {"type": "string"},
 }
 _SECURITY: Final[Sequence[Mapping[str, Sequence[str]]]] = [{"bearer": []}, {"key": []}]
 
@@ -146,8 +155,8 @@ def _operation(route: Route, schema_of: Mapping[str, Any]) -> dict[str, Any]:
         "responses": responses,
         "security": [] if route.scope == NO_SCOPE else [*_SECURITY, {}],
     }
-    if route.scope == METRICS:
-        operation["description"] = f"The key needs the scope `{METRICS}`."
+    if route.scope in (LOAD, METRICS):
+        operation["description"] = f"The key needs the scope `{route.scope}`."
     if names := _NAMED.findall(route.path):
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": _PARAMETERS[name]} for name in names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 from carpool.backoff import Backoff
@@ -17,10 +18,12 @@ REPLY_S_MAX: Final = 5.0  # of Redis, beyond the time that it is to wait
 
 
 class _Connection:
-    """A connection on which one command at a time is called."""
+    """A connection on which one call at a time is made, of one or several commands."""
 
     def __init__(self, url: str, key: str) -> None:
-        self._future: asyncio.Future[Any] | None = None
+        self._future: asyncio.Future[list[Any]] | None = None
+        self._replies: list[Any] = []
+        self._expected = 0
         self.is_lost = True  # until it is connected
         self._link = AsyncLink(url, name="gateway:calls", on_reply=self._set, on_lost=self._on_lost, key=key)
 
@@ -29,10 +32,11 @@ class _Connection:
         await self._link.connect()
         self.is_lost = False
 
-    async def call(self, command: Command, timeout_s: float) -> Any:
-        """Redis's reply. Raises LinkError, also if there is none in time."""
+    async def call(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+        """Redis's replies. Raises LinkError, also if they do not come in time."""
         self._future = asyncio.get_running_loop().create_future()
-        self._link.write(encoded([command]))
+        self._replies, self._expected = [], len(commands)
+        self._link.write(encoded(commands))
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._future
@@ -48,8 +52,9 @@ class _Connection:
         self._link.close()
 
     def _set(self, reply: Any) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_result(reply)
+        self._replies.append(reply)
+        if len(self._replies) == self._expected and self._future is not None and not self._future.done():
+            self._future.set_result(self._replies)
 
     def _on_lost(self, error: LinkError) -> None:
         self.is_lost = True
@@ -76,29 +81,37 @@ class RedisCalls:
     async def call(self, key: str, command: Command, timeout_s: float = REPLY_S_MAX) -> Any:
         """Redis's reply to a command on a key. It is repeated if a connection is lost, for `timeout_s` and at
         least once. Raises CarpoolErrors."""
+        (reply,) = await self.call_many(key, [command], timeout_s)
+        return reply
+
+    async def call_many(
+        self, key: str, commands: Sequence[Command], timeout_s: float = REPLY_S_MAX
+    ) -> list[Any]:
+        """Redis's replies to commands on a key, or on others with its hash tag, which are sent together."""
         end_s, backoff = time.monotonic() + timeout_s, Backoff()
         while True:
             try:
-                reply = await self._call_once(key, command, timeout_s)
+                replies = await self._call_once(key, commands, timeout_s)
             except LinkError as error:
                 if time.monotonic() >= end_s:
                     raise UnavailableError(error.detail) from None
                 await asyncio.sleep(backoff.next_s())
                 continue
-            if isinstance(reply, CommandError):
-                if reply.code == "OOM":
-                    raise ResourceExhaustedError("the memory of Redis is full")
-                raise UnavailableError(f"Redis rejected {command[0]!r}: {reply}")
-            return reply
+            for command, reply in zip(commands, replies, strict=True):
+                if isinstance(reply, CommandError):
+                    if reply.code == "OOM":
+                        raise ResourceExhaustedError("the memory of Redis is full")
+                    raise UnavailableError(f"Redis rejected {command[0]!r}: {reply}")
+            return replies
 
-    async def _call_once(self, key: str, command: Command, timeout_s: float) -> Any:
+    async def _call_once(self, key: str, commands: Sequence[Command], timeout_s: float) -> list[Any]:
         key = key if self._is_cluster else ""
         async with self._free:
             connection = self._pop_idle(key)
             try:
                 if connection.is_lost:
                     await connection.connect()
-                return await connection.call(command, timeout_s)
+                return await connection.call(commands, timeout_s)
             finally:
                 if connection.is_lost:
                     self._all.discard(connection)

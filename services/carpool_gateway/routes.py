@@ -69,9 +69,17 @@ class Router:
             if len(pattern) == len(given) and all(map(_is_like, pattern, given)):
                 named = {name[1:-1]: one for name, one in zip(pattern, given, strict=True) if name[:1] == "{"}
                 if "model" in named and not MODEL_NAME.fullmatch(named["model"]):
-                    raise HttpError(404, "there is no model of such a name")
+                    raise HttpError(404, no_such_name(named["model"]))
                 return Place(routes, ", ".join(routes), named)
         raise HttpError(404, "there is nothing here; docs/http.md lists what there is")
+
+
+def no_such_name(name: str) -> str:
+    """That no model can have this name."""
+    return (
+        f"there is no model {name!r:.140}: a name has 1 to 128 characters: letters, digits, '.', '_', '-', "
+        "starting with a letter or digit"
+    )
 
 
 def _segments(path: str) -> list[str]:

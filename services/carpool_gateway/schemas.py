@@ -245,12 +245,25 @@ class IndexRequest(msgspec.Struct):
 
 
 class IndexEntry(msgspec.Struct):
-    """A model, its state, and why it is not ready."""
+    """A version of a model, its state, and why it is not ready."""
 
     name: str
     version: str
-    state: Literal["READY", "LOADING", "UNAVAILABLE"]
+    state: Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE", "UNKNOWN"]
     reason: str
+
+
+class LoadRequest(msgspec.Struct):
+    """Optional: `config` is a model's configuration in Triton's words, as a text of JSON. Without
+    `parameters`, all members are parameters of the model."""
+
+    parameters: dict[str, str] = {}
+
+
+class UnloadRequest(msgspec.Struct):
+    """Optional: `unload_dependents`."""
+
+    parameters: dict[str, bool] = {}
 
 
 class OpenAIModel(msgspec.Struct):

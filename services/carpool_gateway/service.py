@@ -19,10 +19,12 @@ from carpool_gateway.catalog import Catalog
 from carpool_gateway.credentials import KeyRing, is_loopback
 from carpool_gateway.limits import Limits
 from carpool_gateway.meter import GatewayMetrics
+from carpool_gateway.model_control import ModelControl
 from carpool_gateway.native.handlers import NativeHandlers
 from carpool_gateway.native.infer import Inference
 from carpool_gateway.native.kept import KeptRequests
 from carpool_gateway.native.streaming import Streaming
+from carpool_gateway.node_calls import NodeCalls
 from carpool_gateway.probes import Probes
 from carpool_gateway.redis_calls import RedisCalls
 from carpool_gateway.routes import Router
@@ -30,6 +32,7 @@ from carpool_gateway.server import Server
 from carpool_gateway.tensor_requests import TensorRequests
 from carpool_gateway.v1.handlers import OpenAIHandlers
 from carpool_gateway.v1.infer import OpenAIInference
+from carpool_gateway.v2.control import ControlHandlers
 from carpool_gateway.v2.generate import Generating
 from carpool_gateway.v2.handlers import OpenInferenceHandlers
 from carpool_gateway.v2.infer import TensorInference
@@ -95,12 +98,20 @@ class GatewayService:
             producer=self._producer, catalog=catalog, limits=limits, default_timeout_s=default_timeout_s
         )
         streams = TensorStreams(tensors)
+        self._control = ModelControl(
+            NodeCalls(self._calls, settings.prefix),
+            catalog,
+            self._producer,
+            is_enabled=settings.model_control,
+            timeout_s=settings.load_timeout_s,
+        )
         v2 = OpenInferenceHandlers(
             producer=self._producer,
             catalog=catalog,
             inference=TensorInference(tensors, limits),
             generating=Generating(streams, limits),
             streams=streams,
+            control=ControlHandlers(self._control, limits),
             limits=limits,
             server_name=settings.server_name,
             origins=settings.origins,
@@ -132,6 +143,7 @@ class GatewayService:
         """The server of gRPC, whose packages need not be installed. Raises ValueError if they are not."""
         try:
             from carpool_gateway.rpc.calls import Calls  # noqa: PLC0415
+            from carpool_gateway.rpc.control import ControlCalls  # noqa: PLC0415
             from carpool_gateway.rpc.documents import Documents  # noqa: PLC0415
             from carpool_gateway.rpc.server import GrpcServer  # noqa: PLC0415
         except ModuleNotFoundError as error:
@@ -148,7 +160,7 @@ class GatewayService:
             of_mistake=self._server.failure,
         )
         documents = Documents(producer=self._producer, catalog=catalog, health=self, server_metadata=metadata)
-        return GrpcServer(calls, documents, self, tensors, streams)
+        return GrpcServer(calls, documents, ControlCalls(self._control), self, tensors, streams)
 
     async def start(self) -> int:
         """Connect to Redis, and listen; after a moment also without Redis. Returns the port of HTTP. Raises
@@ -164,6 +176,7 @@ class GatewayService:
     async def stop(self) -> bool:
         """Drain: see `Server.drain`. Returns whether every request was answered."""
         drain_s = self._settings.drain_s
+        self._control.stop()
         draining = [self._server.drain(drain_s)]
         if self._grpc is not None:
             draining.append(self._grpc.drain(drain_s))

@@ -526,6 +526,13 @@ class GatewaySettings(CommonSettings):
     server_name: str = Field(
         "carpool", description="name of the server in /v2: some programs that use Triton insist on triton"
     )
+    model_control: bool = Field(
+        False,
+        description="let clients load and unload models of the repositories of nodes (keys: scope load)",
+    )
+    load_timeout_s: Seconds = Field(
+        300.0, gt=0, description="seconds in which a model is to serve or to be gone; the client is told then"
+    )
     access_log: bool = Field(
         False, description="log every request; else those that fail with 5xx, and at the level debug all"
     )

@@ -25,9 +25,10 @@ from carpool.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from carpool.keys import Keys
+from carpool.keys import Keys, NodesKeys
 from carpool.store import batcher, bound, dead_letters, results, steps, upkeep, worker
 from carpool.store.connection import Script
+from carpool.wire.nodes import NodeReport
 from carpool_cli import acl
 from carpool_cli.roles import ROLES
 from conftest import SERVERS, name_of
@@ -63,8 +64,11 @@ class Secured:
     users: Path
     rules: str
 
+    def password_file(self, role: str) -> str:
+        return str(self.secrets / role / "password")
+
     def password(self, role: str) -> str:
-        return (self.secrets / role / "password").read_text()
+        return Path(self.password_file(role)).read_text()
 
     def url(self, role: str) -> str:
         return f"redis://{role}:{self.password(role)}@{self.address}/0"
@@ -73,7 +77,7 @@ class Secured:
         return {
             "CARPOOL_REDIS_URL": f"redis://{self.address}/0",
             "CARPOOL_REDIS_USER": role,
-            "CARPOOL_REDIS_PASSWORD_FILE": str(self.secrets / role / "password"),
+            "CARPOOL_REDIS_PASSWORD_FILE": self.password_file(role),
         }
 
     def signed_in(self, role: str) -> Any:
@@ -213,6 +217,27 @@ def test_gateway_infers_streams_and_keeps_results(no_denials: Secured) -> None:
     assert call(gateway.url, "POST", "/carpool/v1/models/nobody/infer", b"7").code == 404
     assert "Echo" in call(gateway.url, "GET", "/carpool/v1/models").json["models"]
     gateway.terminate()
+
+
+def test_gateway_loads_and_unloads_models(no_denials: Secured) -> None:
+    """There is no node: what it would publish is written here, and the load waits for it in vain."""
+    redis, keys = no_denials.stack.redis, NodesKeys()
+    redis.zadd(keys.leases, {"node": "inf"})
+    redis.hset(keys.reports, "node", NodeReport("node", 1, {"entry": ["1"]}, {}).encode())
+    flags = ("--redis-user", "control", "--redis-password-file", no_denials.password_file("control"))
+    gateway = no_denials.stack.gateway("--model-control", "--load-timeout-s", "0.1", *flags)
+    path = "/v2/repository/models/entry"
+    assert call(gateway.url, "POST", f"{path}/load").code == 504  # it goes on
+    states = {row["name"]: row["state"] for row in call(gateway.url, "POST", "/v2/repository/index").json}
+    assert states.items() >= {"Echo": "READY", "entry": "LOADING"}.items()
+    redis.hset(Keys("entry").shares, "1", 100)
+    assert call(gateway.url, "POST", f"{path}/unload").code == 200
+    assert not redis.exists(Keys("entry").shares)
+    redis.hset(keys.reports, "node", NodeReport("node", 0, {"entry": ["1"]}, {}).encode())
+    assert call(gateway.url, "POST", f"{path}/load").code == 503  # there is no room, so it is taken back
+    assert not redis.exists(keys.wanted)
+    gateway.kill()
+    redis.delete(keys.leases, keys.reports, keys.outcomes, keys.generation, Keys("entry").settled)
 
 
 def test_requests_are_enqueued_and_read_by_id(no_denials: Secured, gate: Path, unique: str) -> None:
@@ -548,8 +573,8 @@ def test_clients_sign_in_with_the_settings_of_commands(
 
 @pytest.mark.parametrize("role", sorted(set(ROLES) - {"admin"}))
 def test_only_an_admin_overrides_settings(secured: Secured, role: str) -> None:
-    if role in ("batcher", "worker") and secured.rules == "6":
-        pytest.skip("with these rules it may use HSET, which it needs for sequences, on all of its keys")
+    if role in ("batcher", "worker", "control") and secured.rules == "6":
+        pytest.skip("with these rules it may use HSET, which it needs for other hashes, on all of its keys")
     refused = run(secured, role, "config", "square", "max_queue_size=1")
     assert refused.returncode == 1
     assert "permissions" in refused.stderr
@@ -749,6 +774,17 @@ FORBIDDEN: Final = {
         f"UNLINK {G}", f"HGET {Q} state", f"HSET {Q} state x", f"DEL {Q}", f"ZREM {K} x", "SCAN 0",
         f"EVAL return(1) 1 {B}",
     ],
+    "control": [
+        *READS_REQUESTS, "SREM carpool:models m", f"DEL {R}", f"DEL {A}", f"BLPOP {A} 1",
+        f"XADD {B} * a b", f"XADD {D} * a b", f"XREAD STREAMS {B} 0", f"XRANGE {B} - +",
+        f"XREAD STREAMS {D} 0", f"XTRIM {B} MAXLEN 0", f"XDEL {B} 1-1", f"XDEL {D} 1-1",
+        f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >", f"SET {L} me", f"GET {L}",
+        f"ZADD {Z} 1 me", f"HGETALL {P}", f"RPUSH {A} forged", "INFO",
+        "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
+        "ACL WHOAMI", "CLIENT LIST", "CLIENT KILL ID 1", f"GET {T}", f"SET {T} x", f"GETRANGE {G} 0 1",
+        f"UNLINK {G}", f"HGET {Q} state", f"DEL {Q}", f"ZREM {K} x", "SCAN 0",
+        f"EVAL return(1) 1 {B}",
+    ],
     "batcher": [
         "SADD carpool:models x", "SREM carpool:models m", f"XADD {D} * a b",
         f"XREAD STREAMS {D} 0",
@@ -792,6 +828,12 @@ FORBIDDEN_BY_SELECTORS: Final = {
     "gateway": [
         f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
         f"GET {G}", f"SET {R} x", f"GET {R}", f"XRANGE {Y} - +", f"EVAL return(1) 1 {M}",
+    ],
+    "control": [
+        f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
+        f"GET {G}", f"SET {R} x", f"GET {R}", f"XRANGE {Y} - +", f"EVAL return(1) 1 {M}",
+        f"HSET {C} max_batch_size 1", f"HSET {M} max_batch_size 1", f"HDEL {M} max_batch_size",
+        "ZADD carpool:{.nodes}:leases 1 n", "HSET carpool:{.nodes}:reports n x",
     ],
     "batcher": [
         f"DEL {R}", f"SET {R} x", f"XDEL {B} 1-1", f"XADD {S} * a b", f"GET {A}", f"XREAD STREAMS {B} 0",

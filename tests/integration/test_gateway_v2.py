@@ -338,7 +338,7 @@ def test_answers_are_as_the_openapi_document_says(gateway: Service) -> None:
     }
     for path, operations in document["paths"].items():
         for method in operations:
-            place = path.format(model="Noop", version="1", id="none")
+            place = path.format(model="Noop", version="1", id="none", repository="any")
             answer = call(gateway.url, method.upper(), place, sent.get(path, b""))
             content = CONTENTS[method.upper(), _name_of(path)]
             error = OpenAIError if path.startswith("/v1/") else Error
@@ -353,7 +353,7 @@ def test_answers_are_as_the_openapi_document_says(gateway: Service) -> None:
 
 
 def _name_of(path: str) -> str:
-    place = ROUTER.find(path.format(model="Noop", version="1", id="none"))
+    place = ROUTER.find(path.format(model="Noop", version="1", id="none", repository="any"))
     return next(iter(place.routes.values())).name
 
 

@@ -30,7 +30,7 @@ def calls() -> list[tuple[str, str]]:
 
         stream = unary
 
-    others = [cast(Any, MagicMock())] * 4
+    others = [cast(Any, MagicMock())] * 5
     GrpcServer(cast(Any, Recording()), *others)
     return found
 

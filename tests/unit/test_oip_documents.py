@@ -34,10 +34,14 @@ def test_health_has_the_names_of_all_clients() -> None:
 
 
 def test_server_metadata() -> None:
-    found = parsed(documents.server_metadata("triton", "0.1.0"))
+    found = parsed(documents.server_metadata("triton", "0.1.0", controls_models=False))
     assert (found["name"], found["version"]) == ("triton", "0.1.0")
     assert {"binary_tensor_data", "schedule_policy", "sequence(string_id)"} <= set(found["extensions"])
-    assert {"statistics", "model_repository"} <= set(found["extensions"])
+    more = parsed(documents.server_metadata("triton", "0.1.0", controls_models=True))["extensions"]
+    assert set(more) - set(found["extensions"]) == {
+        "model_repository",
+        "model_repository(unload_dependents)",
+    }
 
 
 def test_shapes_of_model_metadata_have_the_batch_first() -> None:

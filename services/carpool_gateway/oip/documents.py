@@ -17,26 +17,29 @@ from carpool_gateway.oip.json_text import parse
 from carpool_gateway.oip.models import VERSION, OfferedModel, shown_shape
 
 PLATFORM: Final = "carpool"
-EXTENSIONS: Final = (  # those that the gateway serves, and no others
+EXTENSIONS: Final = (  # those that each gateway serves, and no others
     "binary_tensor_data",
     "classification",
     "generate",
     "model_configuration",
-    "model_repository",
     "parameters",
     "schedule_policy",
     "sequence",
     "sequence(string_id)",
     "statistics",
 )
+CONTROL_EXTENSIONS: Final = ("model_repository", "model_repository(unload_dependents)")
 READY: Final = "READY"
 UNAVAILABLE: Final = "UNAVAILABLE"
 LOADING: Final = "LOADING"
+UNLOADING: Final = "UNLOADING"
+UNKNOWN: Final = "UNKNOWN"  # of a version in a repository that was not loaded
+NO_REPOSITORY_NAMES: Final = "'repository_name' specification is not supported: leave it out"
 _IMAGE_CHANNELS: Final = (1, 3, 4)
 
 
 class IndexEntry(NamedTuple):
-    """A model in the index of the repository: its state, and why, if it is not READY."""
+    """A version of a model in the index of the repository: its state, and why, if it is not READY."""
 
     name: str
     state: str
@@ -59,9 +62,10 @@ def health(*, live: bool, ready: bool) -> bytes:
     return _encode({"live": live, "ready": ready})
 
 
-def server_metadata(name: str, version: str) -> bytes:
-    """What the server is and can do."""
-    return _encode({"name": name, "version": version, "extensions": EXTENSIONS})
+def server_metadata(name: str, version: str, *, controls_models: bool) -> bytes:
+    """What the server is and can do. `controls_models`: whether that is to load and unload models."""
+    more = CONTROL_EXTENSIONS if controls_models else ()
+    return _encode({"name": name, "version": version, "extensions": sorted([*EXTENSIONS, *more])})
 
 
 def model_metadata(model: OfferedModel) -> bytes:
@@ -198,6 +202,16 @@ def repository_index(entries: Sequence[IndexEntry], *, ready_only: bool) -> byte
             if entry.state == READY or not ready_only
         ]
     )
+
+
+def ready_names(entries: Sequence[IndexEntry]) -> list[str]:
+    """The names of the models in an index that can be used."""
+    return list(dict.fromkeys(entry.name for entry in entries if entry.state == READY))
+
+
+def model_list(names: Sequence[str]) -> bytes:
+    """The names of models."""
+    return _encode({"models": names})
 
 
 def decode_index_request(body: bytes) -> bool:

@@ -56,11 +56,11 @@ class Call:
         request.route, request.started_s, request.held_bytes = route, time.monotonic(), 0
         return request
 
-    def authorize(self, model: str = "") -> Key:
-        """Find the key that the call presents, which must be for this model. Raises HttpError."""
+    def authorize(self, model: str = "", scope: str = INFER) -> Key:
+        """Find the key that the call presents, with this scope, for this model. Raises HttpError."""
         key = self.key = self.calls.keys.find(self.headers)
         self.key_name, self.model = key.name, model
-        key.check(INFER, model)
+        key.check(scope, model)
         return key
 
     def options(self) -> RequestOptions:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from carpool.client.producer import Producer
-from carpool.errors import InvalidArgumentError, NotFoundError
+from carpool.errors import NotFoundError
 from carpool.keys import MODEL_NAME
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.credentials import Key
@@ -17,7 +15,7 @@ from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.probes import Health
 from carpool_gateway.rpc.calls import Call
 from carpool_gateway.rpc.messages import INFERENCE
-from carpool_gateway.rpc.responses import document
+from carpool_gateway.rpc.responses import decoded, document
 
 
 class Documents:
@@ -46,7 +44,7 @@ class Documents:
     async def model_ready(self, call: Call, message: bytes) -> bytes:
         """Whether a model can be used; also of one that there is not, as Triton answers it."""
         try:
-            model = await self._model(call, _decoded("ModelReadyRequest", message))
+            model = await self._model(call, decoded("ModelReadyRequest", message))
             ready = await self._catalog.is_ready(model.name)
         except NotFoundError:
             ready = False
@@ -54,30 +52,23 @@ class Documents:
 
     async def model_metadata(self, call: Call, message: bytes) -> bytes:
         """The inputs and outputs of a model."""
-        model = await self._model(call, _decoded("ModelMetadataRequest", message))
+        model = await self._model(call, decoded("ModelMetadataRequest", message))
         return document("ModelMetadataResponse", documents.model_metadata(model))
 
     async def model_config(self, call: Call, message: bytes) -> bytes:
         """The settings of a model."""
-        model = await self._model(call, _decoded("ModelConfigRequest", message))
+        model = await self._model(call, decoded("ModelConfigRequest", message))
         return document("ModelConfigResponse", documents.model_config(model), wrapped_in="config")
 
     async def model_statistics(self, call: Call, message: bytes) -> bytes:
         """What became of the requests of a model, or of all that the key is for."""
-        request = _decoded("ModelStatisticsRequest", message)
+        request = decoded("ModelStatisticsRequest", message)
         if request.name:
             model = await self._model(call, request)
             found = {model.name: await self._catalog.statistics(model.name)}
         else:
             found = dict(await self._catalog.all_statistics(await self._names(call.authorize())))
         return document("ModelStatisticsResponse", documents.model_statistics(found))
-
-    async def repository_index(self, call: Call, message: bytes) -> bytes:
-        """The states of all models that the key is for."""
-        request = _decoded("RepositoryIndexRequest", message)
-        entries = await self._catalog.index(await self._names(call.authorize()))
-        index = documents.repository_index(entries, ready_only=request.ready)
-        return document("RepositoryIndexResponse", index, wrapped_in="models")
 
     async def _names(self, key: Key) -> list[str]:
         return [name for name in await self._producer.models() if key.is_for(name)]
@@ -87,13 +78,6 @@ class Documents:
         if not MODEL_NAME.fullmatch(request.name):
             raise documents.unknown_model(request.name)
         return (await self._catalog.model(request.name)).of_version(request.version)
-
-
-def _decoded(name: str, message: bytes) -> Any:
-    try:
-        return INFERENCE[name].FromString(message)
-    except DecodeError:
-        raise InvalidArgumentError(f"the message is no {name}") from None
 
 
 def _encoded(name: str, **fields: Any) -> bytes:

@@ -24,6 +24,8 @@ INFERENCE: Final = Definitions(
     rpc ModelConfig: ModelConfigRequest -> ModelConfigResponse
     rpc ModelStatistics: ModelStatisticsRequest -> ModelStatisticsResponse
     rpc RepositoryIndex: RepositoryIndexRequest -> RepositoryIndexResponse
+    rpc RepositoryModelLoad: RepositoryModelLoadRequest -> RepositoryModelLoadResponse
+    rpc RepositoryModelUnload: RepositoryModelUnloadRequest -> RepositoryModelUnloadResponse
 
     ServerLiveRequest
     ServerLiveResponse: bool live 1
@@ -94,6 +96,14 @@ INFERENCE: Final = Definitions(
     RepositoryIndexRequest: string repository_name 1, bool ready 2
     RepositoryIndexResponse: ModelIndex* models 1
     RepositoryIndexResponse.ModelIndex: string name 1, string version 2, string state 3, string reason 4
+    ModelRepositoryParameter: bool? bool_param 1, int64? int64_param 2, string? string_param 3, \
+        bytes? bytes_param 4
+    RepositoryModelLoadRequest: string repository_name 1, string model_name 2, \
+        ModelRepositoryParameter% parameters 3
+    RepositoryModelLoadResponse
+    RepositoryModelUnloadRequest: string repository_name 1, string model_name 2, \
+        ModelRepositoryParameter% parameters 3
+    RepositoryModelUnloadResponse
     """,
 )
 

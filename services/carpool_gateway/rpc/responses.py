@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from google.protobuf import json_format
+from google.protobuf.message import DecodeError
 
+from carpool.errors import InvalidArgumentError
 from carpool.parts import Buffer
 from carpool.wire.tensors import from_bytes
 from carpool_gateway.oip.elements import Data, to_binary
@@ -91,6 +93,14 @@ def document(name: str, text: bytes, *, wrapped_in: str = "") -> bytes:
     if wrapped_in:
         text = b'{"%b":%b}' % (wrapped_in.encode(), text)
     return bytes(json_format.Parse(text, INFERENCE[name](), ignore_unknown_fields=True).SerializeToString())
+
+
+def decoded(name: str, message: bytes) -> Any:
+    """The message of this name in what a client sent. Raises InvalidArgumentError."""
+    try:
+        return INFERENCE[name].FromString(message)
+    except DecodeError:
+        raise InvalidArgumentError(f"the message is no {name}") from None
 
 
 def _varint(value: int) -> bytes:

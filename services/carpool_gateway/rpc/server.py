@@ -17,6 +17,7 @@ from carpool.errors import UnimplementedError
 from carpool_gateway.limits import Limits
 from carpool_gateway.probes import Health
 from carpool_gateway.rpc.calls import Call, Calls
+from carpool_gateway.rpc.control import ControlCalls
 from carpool_gateway.rpc.documents import Documents
 from carpool_gateway.rpc.health import HealthService
 from carpool_gateway.rpc.infer import MessageInference
@@ -27,11 +28,8 @@ from carpool_gateway.server import DRAIN_IDLE_S
 from carpool_gateway.tensor_requests import TensorRequests
 from carpool_gateway.v2.streams import TensorStreams
 
-_NO_MODELS: Final = "loads and unloads no models: `carpool worker` and an operator do"
 _NO_MEMORY: Final = "offers no shared memory: send raw_input_contents"
 _ABSENT: Final = {
-    "RepositoryModelLoad": _NO_MODELS,
-    "RepositoryModelUnload": _NO_MODELS,
     **dict.fromkeys(
         [
             f"{kind}SharedMemory{method}"
@@ -54,6 +52,7 @@ class GrpcServer:
         self,
         calls: Calls,
         documents: Documents,
+        control: ControlCalls,
         health: Health,
         tensors: TensorRequests,
         streams: TensorStreams,
@@ -63,7 +62,7 @@ class GrpcServer:
         self._health = HealthService(health)
         self._streams = MessageStreams(inference, streams)
         self._handlers = {
-            **_named(INFERENCE.service, self._inference_handlers(documents, inference)),
+            **_named(INFERENCE.service, self._inference_handlers(documents, control, inference)),
             **_named(HEALTH.service, self._health_handlers()),
         }
         for own in REFLECTIONS:
@@ -72,7 +71,9 @@ class GrpcServer:
             self._handlers[path] = calls.stream(path, "grpc_server", info)
         self._server: Any = None
 
-    def _inference_handlers(self, documents: Documents, inference: MessageInference) -> dict[str, Any]:
+    def _inference_handlers(
+        self, documents: Documents, control: ControlCalls, inference: MessageInference
+    ) -> dict[str, Any]:
         service, calls = INFERENCE.service, self._calls
         unary = {
             "ServerLive": ("grpc_server", documents.server_live),
@@ -82,7 +83,9 @@ class GrpcServer:
             "ModelMetadata": ("grpc_model", documents.model_metadata),
             "ModelConfig": ("grpc_model", documents.model_config),
             "ModelStatistics": ("grpc_model", documents.model_statistics),
-            "RepositoryIndex": ("grpc_model", documents.repository_index),
+            "RepositoryIndex": ("grpc_model", control.index),
+            "RepositoryModelLoad": ("grpc_load", control.load),
+            "RepositoryModelUnload": ("grpc_unload", control.unload),
             "ModelInfer": ("grpc_infer", inference.infer),
         }
         handlers = {

@@ -9,7 +9,7 @@ from importlib import metadata
 from carpool.client.producer import Producer
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
 from carpool_gateway.catalog import Catalog
-from carpool_gateway.content_encoding import check_encoding, decompress
+from carpool_gateway.content_encoding import check_encoding
 from carpool_gateway.credentials import Key
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.limits import Limits
@@ -17,6 +17,7 @@ from carpool_gateway.oip import documents
 from carpool_gateway.oip.models import OfferedModel
 from carpool_gateway.options import options_of
 from carpool_gateway.tensor_requests import Asked
+from carpool_gateway.v2.control import ControlHandlers
 from carpool_gateway.v2.generate import Generating
 from carpool_gateway.v2.infer import TensorInference
 from carpool_gateway.v2.sockets import OutputRequests, Requests
@@ -25,7 +26,8 @@ from carpool_gateway.websocket import WebSocket, accept
 
 
 class OpenInferenceHandlers:
-    """The handlers of `/v2`. What finds one raises HttpError and CarpoolErrors. `metadata`: of the server."""
+    """The handlers of `/v2`. What finds one raises HttpError and CarpoolErrors. `metadata`: of the server.
+    `control`: those that load and unload models."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class OpenInferenceHandlers:
         inference: TensorInference,
         generating: Generating,
         streams: TensorStreams,
+        control: ControlHandlers,
         limits: Limits,
         server_name: str,
         origins: Sequence[str] = (),
@@ -46,7 +49,10 @@ class OpenInferenceHandlers:
         self._streams = streams
         self._origins = origins
         self._limits = limits
-        self.metadata = documents.server_metadata(server_name, metadata.version("carpool"))
+        self.control = control
+        self.metadata = documents.server_metadata(
+            server_name, metadata.version("carpool"), controls_models=control.is_enabled
+        )
 
     def handler_for_infer(self, exchange: Exchange, key: Key) -> Handler:
         """Of a request of tensors."""
@@ -113,7 +119,7 @@ class OpenInferenceHandlers:
         model = await self._catalog.model(exchange.model)
         return model.of_version(exchange.parameters.get("version"))
 
-    # --- statistics, and the repository --------------------------------------------------------------------
+    # --- statistics ----------------------------------------------------------------------------------------
 
     async def model_statistics(self, exchange: Exchange) -> None:
         """What became of the requests of a model."""
@@ -128,17 +134,6 @@ class OpenInferenceHandlers:
     async def _answer_all_statistics(self, key: Key, exchange: Exchange) -> None:
         found = await self._catalog.all_statistics(await self._names(key))
         exchange.respond(200, JSON_HEADER, documents.model_statistics(found))
-
-    def handler_for_index(self, exchange: Exchange, key: Key) -> Handler:
-        """Of the states of all models that the key is for. Raises HttpError."""
-        check_encoding(exchange)
-        return partial(self._answer_index, key)
-
-    async def _answer_index(self, key: Key, exchange: Exchange) -> None:
-        await decompress(exchange, self._limits)
-        ready_only = documents.decode_index_request(exchange.body)
-        entries = await self._catalog.index(await self._names(key))
-        exchange.respond(200, JSON_HEADER, documents.repository_index(entries, ready_only=ready_only))
 
     async def _names(self, key: Key) -> list[str]:
         return [name for name in await self._producer.models() if key.is_for(name)]

@@ -172,6 +172,7 @@ class _Service:
             device=self._devices[slot % len(self._devices)],
             turn=slot,
             settings=of_worker,
+            model_settings=wanted.settings,
         )
         return WorkerProcess(order, self._environment)
 

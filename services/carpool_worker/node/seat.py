@@ -51,7 +51,12 @@ def _served_model(order: Order) -> ServedModel:
     served = repository.served_model(order.entry, order.version, order.parameters, as_name=order.model)
     declared = repository.declared(order.entry, order.version).device
     own = devices(declared, "auto") if declared else [order.device]
-    return replace(served, devices=[own[order.turn % len(own)]])
+    configuration = replace(
+        served.configuration,
+        settings={**served.configuration.settings, **order.model_settings},
+        settings_from={**served.configuration.settings_from, **dict.fromkeys(order.model_settings, "load")},
+    )
+    return replace(served, devices=[own[order.turn % len(own)]], configuration=configuration)
 
 
 if __name__ == "__main__":

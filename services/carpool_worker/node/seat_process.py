@@ -27,6 +27,7 @@ class Order(NamedTuple):
     """What a process of a seat is to serve, and how.
 
     `device`: if the entry declares none; `turn`: which of those that it declares. `settings`: of the worker.
+    `model_settings`: of the model, in place of those that it declares.
     """
 
     repository: str
@@ -37,6 +38,7 @@ class Order(NamedTuple):
     device: str
     turn: int
     settings: dict[str, Any]
+    model_settings: dict[str, str] = {}  # noqa: RUF012 (never changed)
 
     def encode(self) -> bytes:
         """As JSON, for the process."""

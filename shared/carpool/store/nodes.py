@@ -50,16 +50,18 @@ class NodeStore:
         share: int | None,
         *,
         entry: str | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> int:
         """A version of a model is wanted; returns its generation, which `outcome` follows.
 
         `version`: None for the newest. `replicas`: None for as many as before, or 1. `share`: per cent of the
         traffic; None for all of it, in place of the other versions. `entry`: its name in repositories, if
-        that is another one. The same again is the same generation. Raises ValueError, a sentence.
+        that is another one. `settings`: of the model, in place of its own. The same again is the same
+        generation. Raises ValueError, a sentence.
         """
         entry = entry or model
         chosen = choose_version(self.snapshot(), entry, version)
-        args = load_arguments(model, entry, chosen, parameters, replicas, share)
+        args = load_arguments(model, entry, chosen, parameters, replicas, share, settings)
         keys = self._keys
         reply = self._link.run(LOAD, [keys.wanted, keys.seats, keys.outcomes, keys.generation], args)
         return decode_load(reply)

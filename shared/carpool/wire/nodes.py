@@ -84,6 +84,7 @@ class Wanted(NamedTuple):
 
     `share`: per cent of the traffic; None: all that no share is for. `entry`: its name in repositories.
     `is_settled`: all of it served once. `is_leaving`: another generation replaces it, or it failed.
+    `settings`: of the model, in place of those that it declares, as text.
     """
 
     model: str
@@ -95,6 +96,7 @@ class Wanted(NamedTuple):
     entry: str
     is_settled: bool = False
     is_leaving: bool = False
+    settings: dict[str, str] = {}  # noqa: RUF012 (never changed)
 
     @property
     def seats(self) -> list[SeatName]:
@@ -236,11 +238,16 @@ def _decode_wanted(model: str, text: str) -> list[Wanted]:
                 entry=str(fields["entry"]),
                 is_settled=bool(fields.get("settled")),
                 is_leaving=bool(fields.get("leaving")),
+                settings={str(key): str(value) for key, value in _map(fields.get("settings")).items()},
             )
             for fields in json.loads(text)
         ]
     except (ValueError, TypeError, KeyError, AttributeError):
         return []
+
+
+def _map(text: str | None) -> Any:
+    return json.loads(text or "{}")
 
 
 # --- loading -----------------------------------------------------------------------------------------------
@@ -253,6 +260,7 @@ def load_arguments(
     parameters: Mapping[str, str],
     replicas: int | None,
     share: int | None,
+    settings: Mapping[str, str] | None = None,
 ) -> list[str]:
     """ARGV of `nodes/load.lua`. Raises ValueError, which names the argument that is wrong."""
     if not MODEL_NAME.fullmatch(model):
@@ -261,9 +269,13 @@ def load_arguments(
         raise ValueError(f"replicas is {replicas}: must be from 1 to {REPLICAS_MAX}")
     if share is not None and not 1 <= share <= 99:
         raise ValueError(f"share is {share}: must be from 1 to 99 per cent")
-    same = json.dumps(dict(parameters), sort_keys=True, separators=(",", ":"))
     shown = ["" if number is None else str(number) for number in (replicas, share)]
-    return [model, entry, version, same, *shown, str(OUTCOMES_KEPT)]
+    return [model, entry, version, _same(parameters), *shown, str(OUTCOMES_KEPT), _same(settings or {})]
+
+
+def _same(texts: Mapping[str, str]) -> str:
+    """As JSON, which is the same text for equal maps."""
+    return json.dumps(dict(texts), sort_keys=True, separators=(",", ":"))
 
 
 def decode_load(reply: Any) -> int:

@@ -4,10 +4,10 @@ Settings are text, as `ModelSettings.as_text` writes them. `stepping` is `true` 
 `stateful` for one whose states of sequences are in Redis, and `bound` for one that has them in its processes
 (`ModelKind`). The fields `inputs` and `outputs` are JSON lists of declared tensors, named as in the Open
 Inference Protocol. `parameters` is a JSON map of what the model was loaded with, as text for people; secrets
-are hidden. `settings_from` is one of the settings that are not the model's own, with what gives them: `--set`
-or `file`. `version` is the name of the model's version, if it declares one; `versions`, which no worker
-declares, those of all living workers, with spaces between them. `speaks` and `understands` are JSON lists of
-what it declares of OpenAI's API (`carpool.spoken`).
+are hidden. `settings_from` is one of the settings that are not the model's own, with what gives them:
+`--set`, `file` or `load`. `version` is the name of the model's version, if it declares one; `versions`, which
+no worker declares, those of all living workers, with spaces between them. `speaks` and `understands` are JSON
+lists of what it declares of OpenAI's API (`carpool.spoken`).
 
 Each worker declares such a hash. What is registered is made of those of living workers (`combined`).
 

@@ -3,6 +3,7 @@
 --   generation         its number
 --   entry, version     of the repository
 --   parameters         a JSON map, as text, of which equal ones have the same text
+--   settings           of the model that the load sets, likewise
 --   replicas           how many seats it has: 0 .. replicas - 1
 --   share              per cent of the traffic; absent for the one generation that is to serve all the rest
 --   settled            all its seats served once, so it is what remains if a newer generation cannot be loaded
@@ -14,9 +15,9 @@
 --   DRAINING           it is wanted no more, and its process finishes what it has
 --   YIELDED            of a generation that leaves: its node gives it up, and then nobody claims it (`YIELDED `)
 --
--- GRANT admin,worker wanted hget hset hdel
--- GRANT admin,worker seats hget hset hdel
--- GRANT admin,worker outcomes hsetnx
+-- GRANT admin,control,worker wanted hget hset hdel
+-- GRANT admin,control,worker seats hget hset hdel
+-- GRANT admin,control,worker outcomes hsetnx
 
 -- generations_of(wanted, model): the list; empty if the field is malformed, because a user wrote it.
 local function generations_of(wanted, model)

@@ -4,17 +4,18 @@
 --
 -- KEYS  1 wanted  2 seats  3 outcomes  4 generation
 -- ARGV  1 model   2 entry  3 version   4 parameters  5 replicas, empty: as many as before, or 1
---       6 share, empty: all of the traffic           7 how many outcomes are kept
+--       6 share, empty: all of the traffic           7 how many outcomes are kept  8 settings
 -- Returns the generation; or a sentence that says why it cannot be. O(replicas of the model).
--- GRANT admin outcomes hdel
--- GRANT admin generation incr
+-- GRANT admin,control outcomes hdel
+-- GRANT admin,control generation incr
 local model, entry, version, parameters = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local replicas, share = tonumber(ARGV[5]), tonumber(ARGV[6])
+local replicas, share, settings = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[8]
 local generations = generations_of(KEYS[1], model)
 
 local found, main
 for _, generation in ipairs(generations) do
   local is_same = generation.entry == entry and generation.version == version and generation.parameters == parameters
+    and (generation.settings or '{}') == settings
   if is_same and (generation.settled or not generation.leaving) then found = generation end
   if not generation.share and (generation.settled or not generation.leaving) then main = generation end
 end
@@ -37,7 +38,7 @@ if found then
 else
   found = {
     generation = redis.call('INCR', KEYS[4]), entry = entry, version = version, parameters = parameters,
-    replicas = replicas or (not share and main and main.replicas) or 1, share = share,
+    replicas = replicas or (not share and main and main.replicas) or 1, share = share, settings = settings,
   }
   redis.call('HDEL', KEYS[3], found.generation - tonumber(ARGV[7]))
   generations[#generations + 1] = found

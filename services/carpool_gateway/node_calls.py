@@ -1,0 +1,112 @@
+"""What nodes share in Redis, for the event loop of the gateway: see `carpool.store.nodes`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from carpool.errors import InvalidArgumentError
+from carpool.keys import Keys, NodesKeys
+from carpool.store.connection import Script
+from carpool.store.directory import SETTLED_ENTRIES_MAX
+from carpool.store.nodes import FAIL, LOAD, UNLOAD
+from carpool.wire.nodes import (
+    Outcome,
+    Snapshot,
+    Wanted,
+    decode_load,
+    decode_snapshot,
+    load_arguments,
+    outcome_command,
+    outcome_of,
+    snapshot_commands,
+)
+from carpool.wire.traffic import read_shares_command
+from carpool_gateway.redis_calls import RedisCalls
+
+
+class NodeCalls:
+    """What is wanted of nodes, and what they tell. All of it raises CarpoolErrors, and may be repeated."""
+
+    def __init__(self, calls: RedisCalls, prefix: str) -> None:
+        self._calls = calls
+        self._prefix = prefix
+        self._keys = NodesKeys(prefix)
+
+    async def snapshot(self) -> Snapshot:
+        """What is wanted, the seats, and the living nodes."""
+        commands = snapshot_commands(self._keys)
+        return decode_snapshot(await self._calls.call_many(self._keys.wanted, commands))
+
+    async def outcomes(self, models: Mapping[int, str]) -> tuple[Snapshot, dict[int, Outcome]]:
+        """The same, and what became of these generations of models."""
+        commands = snapshot_commands(self._keys)
+        asked = [outcome_command(self._keys, generation) for generation in models]
+        replies = await self._calls.call_many(self._keys.wanted, [*commands, *asked])
+        snapshot = decode_snapshot(replies[: len(commands)])
+        of_models = zip(models.items(), replies[len(commands) :], strict=True)
+        return snapshot, {
+            number: outcome_of(snapshot, reply, model, number) for (number, model), reply in of_models
+        }
+
+    async def load(
+        self,
+        model: str,
+        entry: str,
+        version: str,
+        parameters: Mapping[str, str],
+        replicas: int | None,
+        share: int | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> int:
+        """A version of an entry is wanted under the name of a model. Returns the generation."""
+        keys = self._keys
+        try:
+            arguments = load_arguments(model, entry, version, parameters, replicas, share, settings)
+            reply = await self._run(
+                LOAD, [keys.wanted, keys.seats, keys.outcomes, keys.generation], arguments
+            )
+            return decode_load(reply)
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from None
+
+    async def set_replicas(self, wanted: Wanted, replicas: int) -> int:
+        """So many replicas of what is wanted are wanted. Returns the generation."""
+        one = wanted
+        return await self.load(
+            one.model, one.entry, one.version, one.parameters, replicas, one.share, one.settings
+        )
+
+    async def unload(self, model: str, version: str | None) -> None:
+        """A model, or this version of it, is wanted no more."""
+        keys = self._keys
+        await self._run(UNLOAD, [keys.wanted, keys.seats, keys.outcomes], [model, version or ""])
+
+    async def end_shares(self, model: str) -> None:
+        """No version of a model has a share of its traffic any more."""
+        keys = Keys(model, self._prefix)
+        shares = await self._calls.call(keys.shares, read_shares_command(keys))
+        if shares:
+            told = (
+                "XADD",
+                keys.settled,
+                "MAXLEN",
+                "~",
+                SETTLED_ENTRIES_MAX,
+                "*",
+                "config",
+                "shares",
+                "size",
+                0,
+            )
+            await self._calls.call_many(keys.shares, [("HDEL", keys.shares, *shares[::2]), told])
+
+    async def fail(self, model: str, generation: int, reason: str) -> None:
+        """A generation that has not served in full is wanted no more; what it was to replace stays."""
+        keys = self._keys
+        await self._run(FAIL, [keys.wanted, keys.seats, keys.outcomes], [model, str(generation), reason])
+
+    async def _run(self, script: Script, keys: Sequence[str], arguments: Sequence[str]) -> Any:
+        # By its source: it runs rarely, and Redis may have forgotten its hash.
+        command = ("EVAL", script.source, str(len(keys)), *keys, *arguments)
+        return await self._calls.call(keys[0], command)
