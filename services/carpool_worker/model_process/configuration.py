@@ -46,7 +46,8 @@ class Configuration:
     `settings`: as text, by name. `folder`: where modules are found; None for the working directory.
     `parameters_in`: the table of a TOML file in which parameters may be given, for errors; empty for none.
     `settings_from`: what gives each of the settings, `--set`, `file` or `load`. `version`: in place of what
-    the model declares; empty for none. `declared`: what a repository says of a file that is nothing without it.
+    the model declares; empty for none. `declared`: what a repository says of a file that is nothing without
+    it.
     """
 
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
