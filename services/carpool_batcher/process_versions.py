@@ -41,12 +41,14 @@ class DrainingProcesses:
 
     def __init__(self, store: BatcherStore) -> None:
         self._store = store
-        self._known: set[str] = set()
+        self._in_hand: Mapping[str, Sequence[str]] = {}  # by process
 
     def in_hand(self, snapshot: ModelSnapshot) -> Sequence[str]:
-        """The batches of the processes that began to drain since the last time."""
-        draining = (
-            set(snapshot.draining).intersection(snapshot.model_processes) if snapshot.draining else set()
-        )
-        begun, self._known = draining - self._known, draining
-        return [batch_id for process in begun for batch_id in self._store.batches_of_process(process)]
+        """The batches that processes have in hand which drain and live."""
+        draining = set(snapshot.draining).intersection(snapshot.model_processes) if snapshot.draining else ()
+        known = self._in_hand
+        self._in_hand = {
+            process: known[process] if process in known else self._store.batches_of_process(process)
+            for process in draining
+        }
+        return [batch_id for of_process in self._in_hand.values() for batch_id in of_process]

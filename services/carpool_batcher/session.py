@@ -143,7 +143,7 @@ class Session:
         for batch_id, dispatch, dispatched_us in in_flight:
             scheduler.in_flight.adopt(batch_id, dispatch, dispatched_us)
             self._order.launched(batch_id, dispatch.runs)
-        scheduler.set_in_hand(self._in_hand)
+        scheduler.set_in_hand(self._in_hand, self._clock.now_us())
         scheduler.adopted(self._clock.now_us())
         living = scheduler.versions.processes
         for version in [version for version in store.versions if living and version not in living]:
@@ -463,8 +463,7 @@ class Session:
         """The model processes that live, with their versions; and how versions share the traffic."""
         scheduler, now_us = self.scheduler, self._clock.now_us()
         self._in_hand = () if scheduler.kind is ModelKind.BOUND else self._draining.in_hand(snapshot)
-        if self._in_hand:
-            scheduler.set_in_hand(self._in_hand)
+        scheduler.set_in_hand(self._in_hand, now_us)
         versions = self._versions.read(snapshot)
         scheduler.set_processes(snapshot.model_processes, snapshot.draining, versions, now_us)
         scheduler.divide(Division(snapshot.shares, scheduler.versions.processes), now_us)

@@ -231,9 +231,12 @@ def test_a_batch_in_the_hands_of_a_draining_process_is_not_abandoned() -> None:
     served.processes("1a", "2a")
     served.offer("x", version="2")
     served.poll()
-    served.scheduler.set_in_hand(list(served.scheduler.in_flight.batches))
+    served.scheduler.set_in_hand(list(served.scheduler.in_flight.batches), 0)
     served.processes("1a", "2a", at=1, draining=("2a",))
     assert served.poll(at=2 * AWAITED) == [] and served.scheduler.wake_at_us() is None
+    served.scheduler.set_in_hand([], 2 * VERSION_AWAITED_US)  # it was killed
+    assert served.poll(at=2 * AWAITED) == []
+    assert [type(one) for one in served.poll(at=3 * AWAITED)] == [Abandon]
 
 
 def test_a_draining_process_takes_nothing_and_what_it_has_occupies_no_other() -> None:
@@ -241,7 +244,7 @@ def test_a_draining_process_takes_nothing_and_what_it_has_occupies_no_other() ->
     served.processes("-a")
     served.offer("held")
     assert len(served.dispatched()) == 1
-    served.scheduler.set_in_hand(list(served.scheduler.in_flight.batches))
+    served.scheduler.set_in_hand(list(served.scheduler.in_flight.batches), 0)
     served.processes("-a", draining=("-a",))
     served.offer("waits")
     assert served.dispatched() == [] and served.scheduler.model_processes == 0

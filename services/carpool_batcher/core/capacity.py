@@ -121,12 +121,15 @@ class Capacity:
     def set_apart(self, batch_ids: Collection[str]) -> list[str]:
         """Of the batches in flight these occupy none of the processes, and all others do. Returns those of
         the others that did not before."""
+        if not (batch_ids or self._apart):
+            return []
         wanted = self.in_flight.keys() & batch_ids
         for batch_id in wanted - self._apart:
             self._apart.add(batch_id)
             self._cost -= self.in_flight[batch_id].cost
             self._vacate(batch_id, 0)
-        again = [batch_id for batch_id in self.in_flight if batch_id in self._apart - wanted]
+        unwanted = self._apart - wanted
+        again = [batch_id for batch_id in self.in_flight if batch_id in unwanted]
         for batch_id in again:
             self._apart.discard(batch_id)
             self._cost += self.in_flight[batch_id].cost

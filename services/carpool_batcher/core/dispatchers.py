@@ -4,6 +4,8 @@ Versions are told apart while several of them have processes, and requests asked
 of the traffic. Then no batch of one version waits for a process of another. A lane that any version may
 execute is with the dispatcher that knows the capacity of all. A lane of a version that has no process is with
 none.
+
+Why: docs/decisions/0112.
 """
 
 from __future__ import annotations

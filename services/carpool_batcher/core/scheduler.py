@@ -45,11 +45,9 @@
    (`waiting.delayed`). It counts against the limits of rule 5, and can be withdrawn; to all other rules it
    arrives at that time.
 11. A request that asks for a version is in a lane of that version, and so is each other one while versions
-have
-   shares of the traffic (`Queue.division`). Then each batch is for the processes of one version
-   (`version_capacity`), and rules 1 to 3 hold for each version by itself. Where a batch may be executed by
-   any, it goes to the version with the least in flight. `versions` says when a version has been missing too
-   long.
+   have shares of the traffic (`Queue.division`). Then each batch is for the processes of one version
+   (`version_capacity`), and rules 1 to 3 hold for each version by itself. A batch that any may execute goes
+   to the version with the least in flight. `versions` says when a version has been missing for too long.
 
 A request is in exactly one state: ARCHITECTURE.md, "The path of a request", shows which there are.
 """
@@ -247,10 +245,12 @@ class Scheduler:
         self._has_asked = any(batch.is_asked for batch in self.in_flight.batches.values())
         self._versions_changed(now_us)
 
-    def set_in_hand(self, batch_ids: Iterable[str]) -> None:
-        """Processes that drain have these batches in hand: they occupy none of the others."""
-        self._in_hand = {name for name in (*self._in_hand, *batch_ids) if name in self.in_flight.batches}
-        self._set_apart()
+    def set_in_hand(self, batch_ids: Iterable[str], now_us: int) -> None:
+        """Processes that drain have these batches in hand, and no others: they occupy no other process."""
+        in_hand = {name for name in batch_ids if name in self.in_flight.batches}
+        if in_hand != self._in_hand:
+            self._in_hand = in_hand
+            self._versions_changed(now_us)
 
     def orphans(self) -> Iterator[str]:
         """The batches in flight that are for a version that has no process any more, while others have, and
@@ -268,7 +268,7 @@ class Scheduler:
         return orphans
 
     def _versions_changed(self, now_us: int) -> None:
-        """Other versions have processes, or shares."""
+        """Other versions have processes, or shares, or others have batches in hand while they drain."""
         orphans = self._set_apart()
         self._missing_in_flight = {name for name in orphans if self.in_flight.batches[name].is_asked}
         self.versions.miss(self._asked_versions(), now_us)

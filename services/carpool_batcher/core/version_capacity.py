@@ -6,6 +6,8 @@ execute it, the one that is free first. So what is in flight at the processes of
 the others nothing has to be known to dispatch to it.
 
 A batch that was dispatched before, for any version, counts for the version with the least in flight.
+
+Why: docs/decisions/0112.
 """
 
 from __future__ import annotations
