@@ -36,7 +36,7 @@ numbers = st.integers(0, 1000)
 
 class VersionsMachine(RuleBasedStateMachine):
     """`waiting`: the version that each waiting request asks for, '' if none. `in_flight`: of each batch its
-    version, whether that is asked for, and its requests. `draining`: how many processes of a version do."""
+    version, whether that is asked for, and its requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,6 @@ class VersionsMachine(RuleBasedStateMachine):
         self.arrived_us: dict[str, int] = {}
         self.known_us = START_US  # when the batcher looked which processes there are
         self.in_flight: dict[str, tuple[str, bool, list[str]]] = {}
-        self.in_hand: set[str] = set()  # batches that processes have that drain
         self.processes: dict[str, int] = {}
         self.shares: dict[str, int] = {}
         self.missing_since_us: dict[str, int] = {}
@@ -241,9 +240,7 @@ class VersionsMachine(RuleBasedStateMachine):
 
     def _is_idle(self, version: str) -> bool:
         """Whether a version surely has an idle process, whoever took what any may take."""
-        of_any = sum(not of_batch for of_batch, _, _ in self.in_flight.values())
-        apart_before = self._taken(version)
-        return of_any == 0 and apart_before == 0
+        return all(of_batch and of_batch != version for of_batch, _, _ in self.in_flight.values())
 
     def _is_apart(self, version: str) -> bool:
         return bool(version) and version not in self.processes
