@@ -786,8 +786,7 @@ FORBIDDEN: Final = {
         f"EVAL return(1) 1 {B}",
     ],
     "batcher": [
-        "SADD carpool:models x", "SREM carpool:models m", f"XADD {D} * a b",
-        f"XREAD STREAMS {D} 0",
+        "SADD carpool:models x", f"XADD {D} * a b", f"XREAD STREAMS {D} 0",
         f"XGROUP DESTROY {B} {W}", f"XCLAIM {B} {W} me 0 1-1", f"ZREMRANGEBYRANK {Z} 0 1",
         f"XREADGROUP GROUP {W} me STREAMS {B} >", f"XGROUP CREATE {B} me 0", f"XAUTOCLAIM {B} {W} me 0 0",
         f"XGROUP CREATECONSUMER {B} {W} me", f"XGROUP SETID {B} {W} 0",
@@ -840,6 +839,7 @@ FORBIDDEN_BY_SELECTORS: Final = {
         f"XACK {B} {W} 1-1", f"DEL {M}", f"DEL {Z}", f"HDEL {M} max_batch_size", f"HDEL {R} x", f"DEL {B}",
         f"GET {T}", f"LPOP {A}", f"HGET {M} max_batch_size", f"UNLINK {R}", f"SET {G} x", f"PEXPIRE {R} 1",
         f"ZADD {Z} 1 me", f"ZREM {Z} x", f"HGET {Q} state", f"HGETALL {Q}", f"HSET {M} max_batch_size 1",
+        "SREM carpool:models m",
     ],
     "worker": [f"XADD {B} * a b", f"DEL {B}", f"DEL {M}", f"XDEL {S} 1-1", f"HGETALL {M}", f"SADD {B} x",
         f"LPOP {A}", f"UNLINK {B}", f"GETRANGE {A} 0 1", f"HGETALL {Q}", f"ZRANGE {K} 0 -1",

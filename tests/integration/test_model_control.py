@@ -165,7 +165,10 @@ def test_a_model_is_loaded_replaced_and_unloaded(served: Served) -> None:
     assert {answer.code for answer in answers} == {200}
     assert {answer.json[0] for answer in answers} <= {"1", "2"}
     assert not served.stack.redis.exists(Keys("echo").shares)
-    assert call(served.gateway.url, "GET", "/v2/models/echo").json["versions"] == ["2"]
+    wait_until(
+        lambda: call(served.gateway.url, "GET", "/v2/models/echo").json["versions"] == ["2"],
+        description="the version that is gone is not registered any more",
+    )
     assert call(served.gateway.url, "GET", "/v2/models").json == {"models": ["echo", "square"]}
     with_dependents = {"parameters": {"unload_dependents": True}}
     assert served.post("/v2/repository/models/echo/unload", with_dependents).code == 200
