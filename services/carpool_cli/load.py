@@ -17,7 +17,7 @@ from carpool.shown import complain, printable_lines
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.nodes import NodeStore
 from carpool.store.traffic import Traffic
-from carpool.wire.nodes import REPLICAS_MAX, OutcomeState
+from carpool.wire.nodes import REPLICAS_MAX, OutcomeState, Wanted
 from carpool_cli.refused import explain
 
 POLL_S: Final = 0.1
@@ -107,16 +107,28 @@ def _load(settings: LoadSettings, store: NodeStore) -> int:
             set_share(settings, name, None)
         print(printable_lines(f"{name} is wanted as generation {generation}; `carpool nodes` shows it"))
         return 0
-    try:
-        status = _follow(settings, store, name, generation)
-    except KeyboardInterrupt:
-        complain(f"carpool load: not waited for; {name} remains wanted: `carpool nodes` shows it")
-        raise
     if settings.share is None:
-        is_divided = status != 0  # it serves alone now
-    else:
-        is_divided = any(wanted.generation == generation for wanted in store.wanted())
-    if not is_divided:
+        return _serve_all(settings, store, name, generation, settings.timeout_s)
+    status = _follow(store, name, generation, settings.timeout_s)
+    if not any(wanted.generation == generation for wanted in store.wanted()):
+        set_share(settings, name, None)
+    return status
+
+
+def take_over(settings: ConnectionSettings, store: NodeStore, trial: Wanted) -> int:
+    """Have a version that has a share of the traffic serve all of it, in place of the others, and wait until
+    these have ended. Returns 1 if it does not serve."""
+    of_trial = trial.version, trial.parameters, None, None
+    generation = store.load(trial.model, *of_trial, entry=trial.entry, settings=trial.settings)
+    return _serve_all(settings, store, trial.model, generation, None)
+
+
+def _serve_all(
+    settings: ConnectionSettings, store: NodeStore, name: str, generation: int, timeout_s: float | None
+) -> int:
+    """Follow a generation until it serves in place of the others. Then no version has a share."""
+    status = _follow(store, name, generation, timeout_s)
+    if status == 0:
         set_share(settings, name, None)
     return status
 
@@ -153,8 +165,16 @@ def _parameters(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _follow(settings: LoadSettings, store: NodeStore, name: str, generation: int) -> int:
+def _follow(store: NodeStore, name: str, generation: int, timeout_s: float | None) -> int:
     """Tell on standard error how it goes, until it serves or does not."""
+    try:
+        return _follow_on(store, name, generation, timeout_s)
+    except KeyboardInterrupt:
+        complain(f"carpool load: not waited for; {name} remains wanted: `carpool nodes` shows it")
+        raise
+
+
+def _follow_on(store: NodeStore, name: str, generation: int, timeout_s: float | None) -> int:
     began_s = time.monotonic()
     told, lacking_since_s = "", None
     while True:
@@ -173,8 +193,8 @@ def _follow(settings: LoadSettings, store: NodeStore, name: str, generation: int
             given_up = store.fail(name, generation, reason)
             rest = "" if given_up else ". It remains wanted, for nodes that have room later"
             return _fail(f"{reason}{rest}")
-        if settings.timeout_s is not None and now_s - began_s > settings.timeout_s:
-            return _fail(f"after {settings.timeout_s:g} s {reason}. It remains wanted")
+        if timeout_s is not None and now_s - began_s > timeout_s:
+            return _fail(f"after {timeout_s:g} s {reason}. It remains wanted")
         if reason != told:
             told = reason
             complain(reason)

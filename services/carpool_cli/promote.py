@@ -8,14 +8,16 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from carpool.settings import ConnectionSettings, read_settings
-from carpool_cli.traffic import change_shares
+from carpool_cli.load import take_over
+from carpool_cli.trial import end_trial
 
 
 class PromoteSettings(ConnectionSettings):
     """Give all requests of a model that ask for no version to one version, its new one.
 
-    It is the version that has a share, unless --version names another one. Nothing is loaded or stopped, and
-    requests that ask for a version still get that. `carpool share` shows what follows.
+    It is the version that has a share, unless --version names another one. If nodes serve it (`carpool load
+    --share`), the others are unloaded. Else nothing is loaded or stopped, and requests that ask for a version
+    still get that; `carpool share` shows what follows.
     """
 
     model: CliPositionalArg[str] = Field(description="the model's name")
@@ -26,4 +28,11 @@ def main(argv: Sequence[str]) -> int:
     """Change the shares, and print them. Returns 1 if it is not clear which version is meant."""
     settings = read_settings(PromoteSettings, argv, "carpool promote")
     version = settings.version or None
-    return change_shares("promote", settings, settings.model, lambda traffic: traffic.promote(version))
+    return end_trial(
+        "promote",
+        settings,
+        settings.model,
+        version,
+        on_nodes=lambda store, trial: take_over(settings, store, trial),
+        otherwise=lambda traffic: traffic.promote(version),
+    )

@@ -199,7 +199,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("load states", "hget", "sequence"),
         Grant("read the batches of a bound model", "xrange", "batches"),
         Grant("read what a process of a bound model is told", "xread", "inbox"),
-        _Lua("drain", "draining"), _Lua("commit", "batches body settled dead"), _Lua("trim_dead"),
+        _Lua("drain", "draining workers"), _Lua("commit", "batches body settled dead"), _Lua("trim_dead"),
         _Lua(
             "answer reclaim commit step",
             "progress",

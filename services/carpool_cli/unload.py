@@ -39,7 +39,9 @@ def main(argv: Sequence[str]) -> int:
     settings = read_settings(UnloadSettings, argv, "carpool unload")
     link = open_link(settings, "unload")
     try:
-        return _unload(settings, NodeStore(link, settings.prefix))
+        return unload(
+            settings, NodeStore(link, settings.prefix), settings.model, settings.version, wait=settings.wait
+        )
     except (LinkError, CommandError) as error:
         return _fail(explain(error))
     finally:
@@ -51,28 +53,29 @@ def _fail(error: str) -> int:
     return 1
 
 
-def _unload(settings: UnloadSettings, store: NodeStore) -> int:
+def unload(
+    settings: ConnectionSettings, store: NodeStore, model: str, version: str | None, *, wait: bool = True
+) -> int:
+    """Unload a model, or one version of it. Returns 1 if it is not loaded."""
+    title = model if version is None else f"{model} version {version}"
     before = store.wanted()
     numbers = {
-        wanted.generation
-        for wanted in before
-        if wanted.model == settings.model and settings.version in (None, wanted.version)
+        wanted.generation for wanted in before if wanted.model == model and version in (None, wanted.version)
     }
-    if not store.unload(settings.model, settings.version):
-        title = settings.model if settings.version is None else f"{settings.model} version {settings.version}"
+    if not store.unload(model, version):
         loaded = ", ".join(sorted(wanted.title for wanted in before)) or "nothing is"
         return _fail(f"{title} is not loaded; loaded: {loaded}")
-    if not any(wanted.share for wanted in store.wanted() if wanted.model == settings.model):
-        set_share(settings, settings.model, None)
+    if not any(wanted.share for wanted in store.wanted() if wanted.model == model):
+        set_share(settings, model, None)
     told = 0
-    while settings.wait:
+    while wait:
         snapshot = store.snapshot()
         left = sum(seat.name.generation in numbers for node in snapshot.nodes for seat in node.seats)
         if not left:
             break
         if left != told:
             told = left
-            complain(f"{count(left, *_PROCESSES)} of {settings.model} to end")
+            complain(f"{count(left, *_PROCESSES)} of {model} to end")
         time.sleep(POLL_S)
-    print(printable_lines(f"{settings.model} is unloaded"))
+    print(printable_lines(f"{title} is unloaded"))
     return 0

@@ -55,7 +55,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         self._source: Source[Item, Any] = source
         self._draining = False
         self._fetches_last = False  # although it drains
-        self._is_last = False  # process of its model, while it drains
+        self._last_until_ms = 0  # as `fetch_last` was told
         self._drained = threading.Event()
         self._closing = False
         self._closed = threading.Event()
@@ -282,11 +282,12 @@ class ReplicaLoop(ABC, Generic[Item]):
         """Fetch nothing more."""
         self._draining = True
 
-    def fetch_last(self) -> None:
-        """Although it drains, fetch until there is nothing more: it is the last process of its model. The
-        batcher has just been told of it, and may have dispatched batches that nobody else would take."""
+    def fetch_last(self, until_ms: int) -> None:
+        """Although it drains, fetch until there is nothing more, or until a batch comes that was dispatched
+        after this time of Redis's clock. That is for another process, which has come meanwhile."""
+        self._last_until_ms = until_ms
         self._source.hurry()
-        self._fetches_last = self._is_last = True
+        self._fetches_last = True
 
     def wait_until_drained(self, timeout_s: float) -> bool:
         """Whether the last fetch has ended and nothing is in hand any more, within `timeout_s`."""

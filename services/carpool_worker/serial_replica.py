@@ -97,8 +97,8 @@ class SerialReplica(BatchReplica[Execution]):
     def _add_fetched(self, items: Sequence[Execution]) -> None:
         for execution in items:
             self.add_batch(execution)
-        if items and self._is_last:
-            self._fetches_last = True
+        if self._last_until_ms and items:
+            self._fetches_last = all(one.batch.dispatched_us // 1000 <= self._last_until_ms for one in items)
 
     def _fetch_at_s(self) -> float:
         if (

@@ -69,6 +69,7 @@ from carpool_worker.stepping.replica import FETCH_BLOCK_MS, StepReplica
 
 _DEFAULTS: Final = ModelSettings().as_text()
 MEMORY_TTL_MS: Final = 60_000
+LAST_BATCH_MS: Final = 1000  # after a drain began: batchers know of it long before
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
 
 
@@ -453,16 +454,21 @@ class Worker:
         return clean
 
     def _tell_that_it_drains(self) -> None:
-        """Those that have batches in hand are not to get others. The last ones of their model take what was
-        dispatched to them before the batcher knew."""
-        for replica in self._replicas:
-            if isinstance(replica, BoundReplica):  # it tells it itself
-                continue
-            if not replica.may_leave:
-                with contextlib.suppress(UnavailableError, CommandError):  # then it gets a batch that waits
-                    self._store.drain(replica.name)
-            if replica.member.model_processes <= len(self._replicas):
-                replica.fetch_last()
+        """None of them is to get another batch. If they are the last of their model, they take what was
+        dispatched before the batcher knew: it would wait for the next worker."""
+        replicas = [
+            one for one in self._replicas if not isinstance(one, BoundReplica)
+        ]  # they tell it themselves
+        others = 1
+        for replica in replicas:
+            with contextlib.suppress(UnavailableError, CommandError):
+                others = self._store.drain(
+                    replica.name
+                )  # all of this worker drain when the last one was told
+        if others == 0:
+            until_ms = self._clock.now_us() // 1000 + LAST_BATCH_MS
+            for replica in replicas:
+                replica.fetch_last(until_ms)
 
     def _leave(self, replicas: Sequence[AnyReplica]) -> None:
         for replica in replicas:

@@ -145,8 +145,8 @@ OF_COMMANDS: Final = frozenset(
         "content_type", "correlation_id", "cost", "data_dir", "enqueue", "expiration_ms", "field", "force",
         "gateway", "gateway_port", "id", "ids", "in_flight", "intercept_ms", "keep", "lane", "latency_ms",
         "load", "newer_s", "noise", "none", "not_before", "older_s", "once", "output", "plot", "priority",
-        "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "reload", "repository",
-        "requests", "result_ttl", "rotate", "rounds", "seconds", "secrets", "seed", "sequence_end",
+        "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "reload", "requests",
+        "result_ttl", "rotate", "rounds", "seconds", "secrets", "seed", "sequence_end",
         "sequence_id", "sequence_index", "sequence_start", "share", "slope_ms", "status", "stream", "tenant",
         "timeout", "timeout_s", "trip_ms", "trip_noise", "trip_slope_ms", "version", "wait", "workers",
     )

@@ -604,7 +604,7 @@ def test_checker_detects_a_state_that_is_written_outside_the_script(stack: Stack
     faulty = faulty_package(
         tmp_path / "faulty",
         carpool,
-        r"( +)(keys = self\.keys\n +first_keys, last_keys = )",
+        r"( +)(keys = self\.keys\n +stream = batch_stream\(keys, batch\.id\))",
         r"""\1for change in changes:
 \1    if change.outcome == "kept":
 \1        self._link.call("HSET", self.keys.sequence(change.part.sequence_id), "state", change.content)

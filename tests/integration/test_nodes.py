@@ -206,11 +206,15 @@ def test_version_with_a_share_serves_beside_the_other_one_until_it_gets_everythi
     assert broken.returncode == 1 and shares(house) == {}
     load(house, "echo", "--version", "2", "--share", "10%")
     assert serving(house) == {"1": 1, "2": 1} and shares(house) == {"2": "10"}
-    unload(house, "echo", "--version", "2")
+    assert carpool(house.url, "rollback", "echo", check=True).stdout == "echo version 2 is unloaded\n"
     assert serving(house) == {"1": 1} and shares(house) == {}
     load(house, "echo", "--version", "2", "--share", "20")
     assert shares(house) == {"2": "20"}
-    load(house, "echo", "--version", "2")
+    unknown = carpool(house.url, "promote", "echo", "--version", "3")
+    assert unknown.returncode == 0 and "100%  version 3, which no worker has" in unknown.stdout
+    carpool(house.url, "share", "echo", "2=20", check=True)
+    promoted = carpool(house.url, "promote", "echo", check=True)
+    assert promoted.stdout == "1 of 1 processes of echo version 2 serve\n"
     assert serving(house) == {"2": 1} and shares(house) == {}
 
 

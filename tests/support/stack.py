@@ -416,12 +416,16 @@ class Stack:
         return {one["message_id"] for one in pending if one["consumer"].decode().startswith(f"{name}/")}
 
     def keys_without_ttl(self) -> set[str]:
-        """The names of the keys that never expire."""
+        """The names of the keys that never expire. Streams of batches for a version are named as that of the
+        others."""
         names = list(self.redis.scan_iter(count=1000))
         pipeline = self.redis.pipeline(transaction=False)
         for name in names:
             pipeline.pttl(name)
-        return {name.decode() for name, ttl_ms in zip(names, pipeline.execute(), strict=True) if ttl_ms == -1}
+        lasting = [
+            name.decode() for name, ttl_ms in zip(names, pipeline.execute(), strict=True) if ttl_ms == -1
+        ]
+        return {re.sub(r"(?<=:batches):[^:]+$", "", name) for name in lasting}
 
     # --- stopping ------------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,6 +23,13 @@ TENSORS = """
     output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }
 """
 MODEL = "def shout(batch):\n    return batch\n"
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """The command is a process of its own: it sets variables for its model processes."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:

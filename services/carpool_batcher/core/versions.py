@@ -1,9 +1,8 @@
 """The versions of a model: which have processes, and what becomes of requests for one that has none.
 
 1. A request that asks for a version is executed by that version only. If no process of it is there, but
-others
-   of the model are, the request waits VERSION_AWAITED_US for one: a worker may be about to replace another.
-   The time counts from when the version was missed first, so requests that come later are refused at once.
+   others of the model are, it waits VERSION_AWAITED_US for one: a worker may be about to replace another. The
+   time counts from when the version was missed first, so requests that come later are refused at once.
    A request is not refused before the processes were looked at after its arrival: one may have come since.
 2. While the model has no process at all, requests wait, whatever they ask for.
 3. Of a batch in flight that asks for a version the same holds, unless a process that drains has it in hand.

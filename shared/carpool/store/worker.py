@@ -168,11 +168,11 @@ class WorkerStore:
         keys = [self.keys.workers, self.keys.settled, *self._streams]
         self._link.run(_LEAVE, keys, [consumer, SETTLED_ENTRIES_MAX])
 
-    def drain(self, consumer: str) -> None:
+    def drain(self, consumer: str) -> int:
         """A model process takes no more batches, or of a bound model begins no more sequences; it leaves when
-        it has finished what it has."""
+        it has finished what it has. Returns how many others live and do not drain."""
         keys = [self.keys.draining, self.keys.settled, self.keys.workers]
-        self._link.run(_DRAIN, keys, [consumer, SETTLED_ENTRIES_MAX])
+        return int(self._link.run(_DRAIN, keys, [consumer, SETTLED_ENTRIES_MAX]))
 
     def start_fetch(self, consumer: str, block_ms: int | None, count: int = 1) -> None:
         """Ask for the next batches, at most `count` of any version and as many of the worker's own, for which

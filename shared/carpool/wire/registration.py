@@ -137,9 +137,9 @@ def combined(
 
 
 def differing(declared: Sequence[Registration]) -> dict[str, dict[str, int]]:
-    """Fields that workers declare differently, but for the version and what gives a setting: of each how many
+    """Fields that workers declare differently, but for versions and what gives a setting: of each how many
     workers declare which value, which is empty for a field that one does not have."""
-    names = sorted({name for fields in declared for name in fields} - {VERSION, _SETTINGS_FROM})
+    names = sorted({name for fields in declared for name in fields} - {VERSION, VERSIONS, _SETTINGS_FROM})
     counts = {name: Counter(fields.get(name, "") for fields in declared) for name in names}
     return {name: dict(of_one) for name, of_one in counts.items() if len(of_one) > 1}
 

@@ -3,10 +3,10 @@
 --
 -- KEYS  1 draining   2 settled   3 workers
 -- ARGV  1 consumer  2 maximum length of `settled`
--- Returns 1. O(draining processes).
--- GRANT worker draining smembers sadd srem pexpire
+-- Returns how many other processes of the model live and do not drain. O(processes).
+-- GRANT worker draining smembers sismember sadd srem pexpire
 -- GRANT worker settled xadd
--- GRANT worker workers zscore
+-- GRANT worker workers zscore zrangebyscore
 local DRAINING_TTL_MS = 24 * 3600 * 1000
 redis.call('SREM', KEYS[1], ARGV[1]) -- must be the first write: see deliver.lua
 for _, process in ipairs(redis.call('SMEMBERS', KEYS[1])) do
@@ -15,4 +15,9 @@ end
 redis.call('SADD', KEYS[1], ARGV[1])
 redis.call('PEXPIRE', KEYS[1], DRAINING_TTL_MS)
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'worker', ARGV[1], 'size', 0)
-return 1
+local others, time = 0, redis.call('TIME')
+local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+for _, process in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], now_ms, '+inf')) do
+  others = others + 1 - redis.call('SISMEMBER', KEYS[1], process)
+end
+return others
