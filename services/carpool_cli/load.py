@@ -50,7 +50,8 @@ class LoadSettings(ConnectionSettings):
         None,
         ge=1,
         le=REPLICAS_MAX,
-        description="number of model processes, on all nodes together (default: as many as now, or 1)",
+        description="number of model processes, on all nodes together (default: as many as now, or as "
+        "its entry declares)",
     )
     share: Annotated[int | None, BeforeValidator(_share)] = Field(
         None,

@@ -142,7 +142,13 @@ class ModelControl:
         else:
             version = _version_of(snapshot, name, entry, request.version)
             generation = await self._nodes.load(
-                name, entry, version, request.parameters, request.replicas, settings=request.settings
+                name,
+                entry,
+                version,
+                request.parameters,
+                request.replicas,
+                settings=request.settings,
+                declared_replicas=snapshot.declared_replicas(entry),
             )
         self._log.info("load requested", model=name, version=version, generation=generation, key=key.name)
         return _Written(name, generation, has_share=same is not None and same.share is not None)

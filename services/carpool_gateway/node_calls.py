@@ -58,11 +58,23 @@ class NodeCalls:
         replicas: int | None,
         share: int | None = None,
         settings: Mapping[str, str] | None = None,
+        *,
+        declared_replicas: int = 1,
     ) -> int:
-        """A version of an entry is wanted under the name of a model. Returns the generation."""
+        """A version of an entry is wanted under the name of a model. `declared_replicas`: by the entry.
+        Returns the generation."""
         keys = self._keys
         try:
-            arguments = load_arguments(model, entry, version, parameters, replicas, share, settings)
+            arguments = load_arguments(
+                model,
+                entry,
+                version,
+                parameters,
+                replicas,
+                share,
+                settings,
+                declared_replicas=declared_replicas,
+            )
             reply = await self._run(
                 LOAD, [keys.wanted, keys.seats, keys.outcomes, keys.generation], arguments
             )

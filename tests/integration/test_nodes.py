@@ -96,7 +96,9 @@ class Producers:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_repository(tmp_path_factory.mktemp("repository"), entries=("echo", "other"))
+    folder = make_repository(tmp_path_factory.mktemp("repository"), entries=("echo", "other", "pair"))
+    (folder / "pair" / "carpool.toml").write_text("replicas = 2")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterat
 @pytest.fixture
 def house(shared: Stack) -> Iterator[Stack]:
     yield shared
-    for model in ("echo", "other"):
+    for model in ("echo", "other", "pair"):
         carpool(shared.url, "unload", model)
 
 
@@ -174,10 +176,16 @@ def test_other_parameters_are_a_new_generation_and_other_replicas_are_not(house:
     assert infer(house) == '"1x:a"'
 
 
+def test_an_entry_declares_how_many_processes_it_has(house: Stack) -> None:
+    assert load(house, "pair", "--version", "1").stdout == "2 of 2 processes of pair version 1 serve\n"
+    assert load(house, "pair", "--replicas", "1").stdout == "1 of 1 processes of pair version 3 serve\n"
+    assert load(house, "pair", "--version", "2").stdout == "1 of 1 processes of pair version 2 serve\n"
+
+
 def test_full_house_says_what_lacks_and_a_name_may_differ_from_its_entry(house: Stack) -> None:
     load(house, "other", "--version", "1", "--replicas", "2")
     assert load(house, "nothing", check=False).stderr == (
-        "carpool load: no node has the entry 'nothing' in its repository; there are: echo, other\n"
+        "carpool load: no node has the entry 'nothing' in its repository; there are: echo, other, pair\n"
     )
     lacking = load(house, "echo", "--version", "1", check=False)
     assert lacking.returncode == 1 and "has 0 of 2 free" in lacking.stderr

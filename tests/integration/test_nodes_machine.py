@@ -119,7 +119,7 @@ class Machine(RuleBasedStateMachine):
         store = SeatStore(self._link(), name, LEASE_MS)
         self.processes[name], self.rooms[name] = processes, room
         self.nodes[name] = Node(
-            store, name, room, lambda: ENTRIES, start, drain_s=DRAIN_S, now_s=lambda: self.now_s
+            store, name, room, lambda: (ENTRIES, {}), start, drain_s=DRAIN_S, now_s=lambda: self.now_s
         )
         self.nodes[name].turn()
 

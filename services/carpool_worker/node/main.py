@@ -27,6 +27,7 @@ from carpool.wire.nodes import Wanted
 from carpool_worker.devices import devices, usable_cpus, with_threads
 from carpool_worker.node.node import Node
 from carpool_worker.node.seat_process import Order, WorkerProcess
+from carpool_worker.repository.declared_replicas import DeclaredReplicas
 from carpool_worker.repository.repository import Repository
 
 LEASE_MS: Final = 3000
@@ -86,9 +87,15 @@ class _Service:
             key=NodesKeys(settings.prefix).wanted,
         )
         self._store = SeatStore(self._link, self.name, LEASE_MS, settings.prefix)
+        self._declared = DeclaredReplicas(repository)
         self._entries = self._read_entries()
         self._node = Node(
-            self._store, self.name, self._room, lambda: self._entries, self._start, drain_s=settings.drain_s
+            self._store,
+            self.name,
+            self._room,
+            lambda: (self._entries, self._declared.by_entry),
+            self._start,
+            drain_s=settings.drain_s,
         )
         self._scan = Loop("repository", self._scan_once, self._report)
         self._log = structlog.get_logger()
@@ -153,6 +160,7 @@ class _Service:
         for name in self._repository.names():
             with suppress(ValueError):  # it was removed meanwhile
                 found[name] = self._repository.versions(name)
+        self._declared.read(found)
         return found
 
     def _report(self, error: Exception) -> None:

@@ -58,7 +58,8 @@ class _Trouble(NamedTuple):
 class Node:
     """The processes of one node. `start` starts one for a seat, with the number of its slot.
 
-    `entries` returns the versions of each entry that the repository has at the moment.
+    `read` returns the versions of each entry that the repository has at the moment, and how many replicas
+    entries declare that do not declare one.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Node:
         store: SeatStore,
         name: str,
         room: int,
-        entries: Callable[[], Mapping[str, list[str]]],
+        read: Callable[[], tuple[Mapping[str, list[str]], Mapping[str, int]]],
         start: Callable[[Wanted, int], SeatProcess],
         *,
         drain_s: float,
@@ -75,7 +76,7 @@ class Node:
         self.name = name
         self._store = store
         self._room = room
-        self._entries = entries
+        self._read = read
         self._start = start
         self._drain_s = drain_s
         self._now_s = now_s
@@ -119,7 +120,10 @@ class Node:
     def _report(self) -> str:
         reasons = {title: reason for title, (reason, _) in self._reasons.items()}
         serves = {str(name): (one.wanted.model, one.wanted.version) for name, one in self._seats.items()}
-        return NodeReport(self.name, self._room, dict(self._entries()), reasons, serves=serves).encode()
+        entries, replicas = self._read()
+        return NodeReport(
+            self.name, self._room, dict(entries), reasons, serves=serves, replicas=dict(replicas)
+        ).encode()
 
     def _carry_out(self, plan: Plan) -> None:
         for name in plan.stop:

@@ -6,8 +6,9 @@ REPO/echo/2/model.py
 REPO/add/config.pbtxt       in place of carpool.toml: an entry in Triton's form
 REPO/add/1/model.onnx
 
-repository      a repository: names, versions, and what a worker serves for one
-layout          which folders are entries and versions, and that files are inside of them
-own             an entry of Carpool's own form
-of_triton       an entry of Triton's form
+repository          a repository: names, versions, and what a worker serves for one
+declared_replicas   how many model processes entries declare, for nodes
+layout              which folders are entries and versions, and that files are inside of them
+own                 an entry of Carpool's own form
+of_triton           an entry of Triton's form
 """

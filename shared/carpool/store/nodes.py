@@ -54,14 +54,17 @@ class NodeStore:
     ) -> int:
         """A version of a model is wanted; returns its generation, which `outcome` follows.
 
-        `version`: None for the newest. `replicas`: None for as many as before, or 1. `share`: per cent of the
-        traffic; None for all of it, in place of the other versions. `entry`: its name in repositories, if
-        that is another one. `settings`: of the model, in place of its own. The same again is the same
-        generation. Raises ValueError, a sentence.
+        `version`: None for the newest. `replicas`: None for as many as before, or as the entry declares, or 1
+        for a version with a share. `share`: per cent of the traffic; None for all of it, in place of the
+        other versions. `entry`: its name in repositories, if that is another one. `settings`: of the model,
+        in place of its own. The same again is the same generation. Raises ValueError, a sentence.
         """
         entry = entry or model
-        chosen = choose_version(self.snapshot(), entry, version)
-        args = load_arguments(model, entry, chosen, parameters, replicas, share, settings)
+        snapshot = self.snapshot()
+        chosen, declared = choose_version(snapshot, entry, version), snapshot.declared_replicas(entry)
+        args = load_arguments(
+            model, entry, chosen, parameters, replicas, share, settings, declared_replicas=declared
+        )
         keys = self._keys
         reply = self._link.run(LOAD, [keys.wanted, keys.seats, keys.outcomes, keys.generation], args)
         return decode_load(reply)

@@ -114,7 +114,8 @@ class NodeReport(NamedTuple):
 
     `room`: how many model processes it runs at most. `entries`: the versions of each entry of its repository,
     ascending. `reasons`: by the title of what it could not load, why. `seats`: those that it has; so many are
-    `used`. `serves`: by the name of a seat the model and the version of its process.
+    `used`. `serves`: by the name of a seat the model and the version of its process. `replicas`: how many its
+    entries declare, where that is not 1.
     """
 
     name: str
@@ -123,6 +124,7 @@ class NodeReport(NamedTuple):
     reasons: dict[str, str]
     seats: list[Seat] = []  # noqa: RUF012 (never changed)
     serves: dict[str, tuple[str, str]] = {}  # noqa: RUF012
+    replicas: dict[str, int] = {}  # noqa: RUF012
 
     @property
     def used(self) -> int:
@@ -140,7 +142,8 @@ class NodeReport(NamedTuple):
 
     def encode(self) -> str:
         """What it publishes, as JSON. Its seats are elsewhere."""
-        fields = {name: getattr(self, name) for name in ("room", "entries", "reasons", "serves")}
+        published = ("room", "entries", "reasons", "serves", "replicas")
+        fields = {name: getattr(self, name) for name in published}
         return json.dumps(fields, separators=(",", ":"), sort_keys=True)
 
 
@@ -164,6 +167,11 @@ class Snapshot(NamedTuple):
         """How many seats of a generation serve."""
         held = map(self.held, wanted.seats)
         return sum(seat is not None and seat.state is SeatState.SERVING for seat in held)
+
+    def declared_replicas(self, entry: str) -> int:
+        """How many model processes an entry declares: the most that a node has read."""
+        declared = [node.replicas.get(entry, 1) for node in self.nodes if entry in node.entries]
+        return min(max(declared, default=1), REPLICAS_MAX)
 
     def generation(self, number: int) -> Wanted | None:
         """The generation of this number, if it is wanted."""
@@ -220,7 +228,8 @@ def _decode_report(name: str, text: str, seats: Mapping[SeatName, Seat]) -> Node
         serves = {
             str(seat): (str(model), str(version)) for seat, (model, version) in fields["serves"].items()
         }
-        return NodeReport(name, int(fields["room"]), entries, reasons, own, serves)
+        replicas = {str(entry): int(number) for entry, number in fields["replicas"].items()}
+        return NodeReport(name, int(fields["room"]), entries, reasons, own, serves, replicas)
     except (ValueError, TypeError, KeyError, AttributeError):  # it has not reported, or a user wrote it
         return NodeReport(name, 0, {}, {}, own)
 
@@ -261,8 +270,11 @@ def load_arguments(
     replicas: int | None,
     share: int | None,
     settings: Mapping[str, str] | None = None,
+    *,
+    declared_replicas: int = 1,
 ) -> list[str]:
-    """ARGV of `nodes/load.lua`. Raises ValueError, which names the argument that is wrong."""
+    """ARGV of `nodes/load.lua`. `declared_replicas`: by the entry. Raises ValueError, which names the
+    argument that is wrong."""
     if not MODEL_NAME.fullmatch(model):
         raise ValueError(f"{model!r:.80} is no valid name of a model")
     if replicas is not None and not 1 <= replicas <= REPLICAS_MAX:
@@ -270,7 +282,8 @@ def load_arguments(
     if share is not None and not 1 <= share <= 99:
         raise ValueError(f"share is {share}: must be from 1 to 99 per cent")
     shown = ["" if number is None else str(number) for number in (replicas, share)]
-    return [model, entry, version, _same(parameters), *shown, str(OUTCOMES_KEPT), _same(settings or {})]
+    rest = [str(OUTCOMES_KEPT), _same(settings or {}), str(declared_replicas)]
+    return [model, entry, version, _same(parameters), *shown, *rest]
 
 
 def _same(texts: Mapping[str, str]) -> str:

@@ -3,8 +3,9 @@
 -- leave once it serves in full.
 --
 -- KEYS  1 wanted  2 seats  3 outcomes  4 generation
--- ARGV  1 model   2 entry  3 version   4 parameters  5 replicas, empty: as many as before, or 1
+-- ARGV  1 model   2 entry  3 version   4 parameters  5 replicas, empty: as many as before, or as declared
 --       6 share, empty: all of the traffic           7 how many outcomes are kept  8 settings
+--       9 replicas that the entry declares
 -- Returns the generation; or a sentence that says why it cannot be. O(replicas of the model).
 -- GRANT admin,control outcomes hdel
 -- GRANT admin,control generation incr
@@ -38,7 +39,8 @@ if found then
 else
   found = {
     generation = redis.call('INCR', KEYS[4]), entry = entry, version = version, parameters = parameters,
-    replicas = replicas or (not share and main and main.replicas) or 1, share = share, settings = settings,
+    replicas = replicas or (not share and (main and main.replicas or tonumber(ARGV[9]))) or 1,
+    share = share, settings = settings,
   }
   redis.call('HDEL', KEYS[3], found.generation - tonumber(ARGV[7]))
   generations[#generations + 1] = found
