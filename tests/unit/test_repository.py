@@ -54,7 +54,9 @@ def test_entries_are_folders_with_a_valid_name_and_a_version_or_a_declaration(fo
     write(folder / "no name" / "1" / "model.py")
     write(folder / ".git" / "1" / "model.py")
     write(folder / "file")
-    assert Repository(folder).names() == ["declared", "echo", "of_triton"]
+    repository = Repository(folder)
+    assert repository.names() == ["declared", "echo", "of_triton"]
+    assert repository.listing() == {name: repository.versions(name) for name in repository.names()}
 
 
 def test_versions_are_numbers_in_ascending_order(repository: Repository, folder: Path) -> None:

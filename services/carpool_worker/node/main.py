@@ -36,7 +36,7 @@ NEXT_TURN_S: Final = 0.05  # after one that changed something
 SILENT_S_MAX: Final = 30.0  # of the loop of turns, which then hangs
 _LINK_TIMEOUT_S: Final = 1.5  # well below the lease
 _SCAN_S: Final = 1.0  # between two looks at the repository ...
-_SCAN_SHARE: Final = 20  # ... or so many times as long as one takes
+_SCAN_SHARE: Final = 100  # ... or so many times as long as one takes
 # Our own settings put these into the URL. A child that also found them in its environment would reject both.
 _IN_THE_URL: Final = tuple(
     f"CARPOOL_{name.upper()}" for name in RedisSettings.model_fields if name != "redis_url"
@@ -156,10 +156,7 @@ class _Service:
         time.sleep(max(_SCAN_S, _SCAN_SHARE * (time.monotonic() - began_s)))
 
     def _read_entries(self) -> Mapping[str, list[str]]:
-        found = {}
-        for name in self._repository.names():
-            with suppress(ValueError):  # it was removed meanwhile
-                found[name] = self._repository.versions(name)
+        found = self._repository.listing()
         self._declared.read(found)
         return found
 

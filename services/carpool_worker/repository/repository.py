@@ -8,6 +8,7 @@ Why: docs/decisions/0110.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +51,16 @@ class Repository:
         return [
             path.name for path in folders(self.folder) if MODEL_NAME.fullmatch(path.name) and is_entry(path)
         ]
+
+    def listing(self) -> dict[str, list[str]]:
+        """The versions of all entries that can be read, as of `names` and `versions`, in one pass."""
+        found = {}
+        for path in folders(self.folder):
+            if MODEL_NAME.fullmatch(path.name) and is_entry(path):
+                with suppress(ValueError):
+                    check_inside(path, self.folder, f"{path}")
+                    found[path.name] = _versions(path)
+        return found
 
     def versions(self, name: str) -> list[str]:
         """The versions of a model that may be served, in ascending order. Raises ValueError, also for a name
