@@ -36,19 +36,13 @@ class ProcessVersions:
 
 
 class DrainingProcesses:
-    """Knows which live processes of a model that is not bound drain, and looks up once what each has in hand:
-    it fetches no more."""
+    """Knows which live processes of a model that is not bound drain, and looks up what each has in hand. That
+    is done anew each time: the last process of a model fetches what is left."""
 
     def __init__(self, store: BatcherStore) -> None:
         self._store = store
-        self._in_hand: Mapping[str, Sequence[str]] = {}  # by process
 
     def in_hand(self, snapshot: ModelSnapshot) -> Sequence[str]:
         """The batches that processes have in hand which drain and live."""
         draining = set(snapshot.draining).intersection(snapshot.model_processes) if snapshot.draining else ()
-        known = self._in_hand
-        self._in_hand = {
-            process: known[process] if process in known else self._store.batches_of_process(process)
-            for process in draining
-        }
-        return [batch_id for of_process in self._in_hand.values() for batch_id in of_process]
+        return [batch_id for process in draining for batch_id in self._store.batches_of_process(process)]

@@ -104,7 +104,7 @@ def _load(settings: LoadSettings, store: NodeStore) -> int:
     if settings.share is not None:  # before any of its processes takes a batch
         set_share(settings, name, _version_of(store, generation), settings.share)
     if not settings.wait:
-        if settings.share is None:
+        if settings.share is None and not has_trial(store, name):
             set_share(settings, name, None)
         print(printable_lines(f"{name} is wanted as generation {generation}; `carpool nodes` shows it"))
         return 0
@@ -127,11 +127,17 @@ def take_over(settings: ConnectionSettings, store: NodeStore, trial: Wanted) -> 
 def _serve_all(
     settings: ConnectionSettings, store: NodeStore, name: str, generation: int, timeout_s: float | None
 ) -> int:
-    """Follow a generation until it serves in place of the others. Then no version has a share."""
+    """Follow a generation until it serves in place of the others. Then no version has a share, unless one is
+    wanted with a share beside it."""
     status = _follow(store, name, generation, timeout_s)
-    if status == 0:
+    if status == 0 and not has_trial(store, name):
         set_share(settings, name, None)
     return status
+
+
+def has_trial(store: NodeStore, model: str) -> bool:
+    """Whether nodes are to serve a version of a model with a share of the traffic."""
+    return any(wanted.model == model and wanted.share is not None for wanted in store.wanted())
 
 
 def _version_of(store: NodeStore, generation: int) -> str:

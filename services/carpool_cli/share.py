@@ -37,10 +37,19 @@ def main(argv: Sequence[str]) -> int:
         if settings.none and settings.change:
             raise ValueError("--none: not together with VERSION=SHARE")
         if settings.none or settings.change:
-            traffic.set(dict(map(_share, settings.change)))
+            traffic.set(_shares(settings.change))
         return traffic.shares()
 
     return change_shares("share", settings, settings.model, change)
+
+
+def _shares(words: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for version, share in map(_share, words):
+        if version in found:
+            raise ValueError(f"version {version:.60} is given two shares")
+        found[version] = share
+    return found
 
 
 def _share(text: str) -> tuple[str, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -127,6 +128,15 @@ class Catalog:
             return name, await self.statistics(name)
         except (NotFoundError, InternalError):  # it was removed meanwhile, or what it declares cannot be read
             return None
+
+    async def versions(self, names: Iterable[str]) -> dict[str, str]:
+        """The version that the workers of each of these models declared last; those that are still
+        registered. Raises CarpoolErrors."""
+        found = {}
+        for name in names:
+            with suppress(NotFoundError, InternalError):
+                found[name] = (await self.model(name)).version
+        return found
 
     async def index(self, names: Sequence[str]) -> list[IndexEntry]:
         """The states of these models, without those that are not registered any more. Raises

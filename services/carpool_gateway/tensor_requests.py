@@ -188,15 +188,16 @@ class _RowSink(Sink):
         rows, at = target
         status = envelope["status"]
         if status == OK:
-            rows.put(at, RowResult(status, envelope["content_type"], envelope["body"]))
+            version = envelope.get("version", "")
+            rows.put(at, RowResult(status, envelope["content_type"], envelope["body"], version=version))
         else:
             rows.fail(at, RowResult(status, detail=rows.told(at, envelope["detail"])))
 
     def put_columns(self, targets: Sequence[_Target], columns: ResultColumns) -> None:
         """Take results that are alike."""
-        content_type, bodies = columns.content_type, columns.rows
+        content_type, bodies, version = columns.content_type, columns.rows, columns.version
         for number, (rows, at) in enumerate(targets):
-            rows.put(at, RowResult(OK, content_type, bodies[number]))
+            rows.put(at, RowResult(OK, content_type, bodies[number], "", version))
 
     def fail(self, target: _Target, error: CarpoolError) -> None:
         """Take an error."""

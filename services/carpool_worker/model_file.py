@@ -78,6 +78,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not a TOML file: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is not a TOML file: it is nested too deeply") from None
 
 
 def read_parameter(path: Path, source: str) -> Parameter:

@@ -217,7 +217,8 @@ def test_version_with_a_share_serves_beside_the_other_one_until_it_gets_everythi
     assert carpool(house.url, "rollback", "echo", check=True).stdout == "echo version 2 is unloaded\n"
     assert serving(house) == {"1": 1} and shares(house) == {}
     load(house, "echo", "--version", "2", "--share", "20")
-    assert shares(house) == {"2": "20"}
+    load(house, "echo", "--version", "1", "--replicas", "1")  # what serves already: nothing changes
+    assert serving(house) == {"1": 1, "2": 1} and shares(house) == {"2": "20"}
     unknown = carpool(house.url, "promote", "echo", "--version", "3")
     assert unknown.returncode == 0 and "100%  version 3, which no worker has" in unknown.stdout
     carpool(house.url, "share", "echo", "2=20", check=True)

@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from carpool.wire.traffic import Division
 from support.command import carpool
 from support.http import call
 from support.models.stepping import text_of
-from support.stack import Service, Stack
+from support.stack import Service, Stack, frozen
 from support.waiting import wait_until
 
 MODEL = "clf"
@@ -97,6 +98,26 @@ def test_asked_versions_under_load_while_a_batcher_is_killed(stack: Stack) -> No
     assert Counter(answered[name] for name, asks in load.sent.items() if not asks).keys() == {"1", "2"}
     stack.wait_until_idle(MODEL)
     assert not any(stack.redis.xlen(KEYS.batches_of(version)) for version in "12")
+
+
+def test_a_paused_batcher_does_not_dispatch_to_a_version_that_was_forgotten(stack: Stack) -> None:
+    """Given a batcher that stands still while the last worker of a version leaves, expect that what it knows
+    is not dispatched to a stream that nobody reads any more."""
+    stack.batcher(), start(stack, "1")
+    leaving = start(stack, "2")
+    stack.wait_for_model(MODEL, workers=2)
+    assert stack.result(MODEL, stack.send(MODEL, body="1", version="2"))["version"] == "2"
+    paused, other = stack.active_batcher(MODEL), stack.batcher()
+    with frozen(paused):
+        names = [stack.send(MODEL, body="1", version="2", expiration=20_000) for _ in range(3)]
+        assert leaving.terminate() == 0
+        other.wait_for("batcher active")
+        wait_until(
+            lambda: not stack.redis.sismember(KEYS.versions, "2"), description="the version is forgotten"
+        )
+    assert {stack.result(MODEL, name, RESULT_S)["status"] for name in names} == {"NOT_FOUND"}
+    stack.wait_until_idle(MODEL)
+    assert not stack.redis.exists(KEYS.batches_of("2"))
 
 
 def test_shares_promotion_and_rollback_under_requests(stack: Stack, traffic: Traffic) -> None:
@@ -209,6 +230,17 @@ def test_clients_ask_for_versions_and_commands_share_the_traffic(stack: Stack) -
         assert answer.json["model_version"] == version, answer.json
         assert answer.json["outputs"][0]["data"][0].startswith(f"{version}:")
     assert call(gateway.url, "GET", v2).json["versions"] == ["1", "2"]
+
+    def answers_as(version: str) -> bool:
+        """Whether this version answers a request that asks for none. The answer must name who made it."""
+        found = call(gateway.url, "POST", f"{v2}/infer", json.dumps(tensor).encode()).json
+        assert found["outputs"][0]["data"][0].startswith(f"{found['model_version']}:")
+        return bool(found["model_version"] == version)
+
+    for version in "12":
+        carpool(stack.url, "promote", MODEL, "--version", version, check=True)
+        wait_until(partial(answers_as, version), description=f"all traffic goes to version {version}")
+    carpool(stack.url, "share", MODEL, "--none", check=True)
     assert call(gateway.url, "POST", f"{v2}/versions/3/infer", json.dumps(tensor).encode()).code == 404
 
     assert "any worker takes" in carpool(stack.url, "share", MODEL).stdout

@@ -15,7 +15,7 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.traffic import Division
 from carpool_batcher.core.decisions import Abandon
 from carpool_batcher.core.scheduler import Decision, Scheduler
-from carpool_batcher.core.versions import VERSION_AWAITED_US
+from carpool_batcher.core.versions import MISSED_MAX, VERSION_AWAITED_US
 from support.scheduler_harness import MS, run, settle
 
 AWAITED = VERSION_AWAITED_US // MS
@@ -196,6 +196,25 @@ def test_a_version_that_nobody_has_is_refused_after_a_while_and_then_at_once() -
     served.processes("1a", "2a", at=AWAITED + 2)
     served.offer("z", at=AWAITED + 3, version="2")
     assert served.dispatched(at=AWAITED + 3) == [("2!", "z")]
+
+
+def test_more_versions_than_are_awaited_are_refused_at_once_and_none_is_forgotten() -> None:
+    served = Served(max_queue_size=10 * MISSED_MAX)
+    served.processes("1a")
+    names = [f"r{number}" for number in range(MISSED_MAX + 50)]
+    for at, name in enumerate(names):
+        served.offer(name, version=f"v{at}")
+    early = refused_names(served.poll())
+    assert len(early) == 50
+    assert sorted(early + refused_names(served.poll(at=AWAITED))) == sorted(names)
+    served.offer("late", at=3 * AWAITED, version="new")
+    served.processes("1a", at=3 * AWAITED)
+    assert refused_names(served.poll(at=3 * AWAITED)) == []  # the others are forgotten, so it is awaited
+    assert refused_names(served.poll(at=4 * AWAITED)) == ["late"]
+
+
+def refused_names(decisions: list[Decision]) -> list[str]:
+    return [name for one in decisions if isinstance(one, Refusal) for name in one.correlation_ids]
 
 
 def test_without_any_process_requests_wait_whatever_they_ask_for() -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 NEVER_US: Final = 1 << 62
 VERSION_AWAITED_US: Final = 5_000_000  # about as long as the lease of a worker
-MISSED_MAX: Final = 1000  # versions that are remembered to be missing
+MISSED_MAX: Final = 1000  # versions that are awaited; requests that ask for others are refused at once
 
 
 class Versions:
@@ -42,21 +42,26 @@ class Versions:
 
     def miss(self, versions: Iterable[str], now_us: int) -> None:
         """Requests that wait, or are in flight, ask for these versions."""
+        missing = self._missing_since_us
+        if len(missing) >= MISSED_MAX:  # forget those whose requests have been refused for some time
+            from_us = now_us - 2 * VERSION_AWAITED_US
+            missing = {version: since_us for version, since_us in missing.items() if since_us > from_us}
+            self._missing_since_us = missing
         for version in versions:
-            if version not in self.processes and version not in self._missing_since_us:
-                if len(self._missing_since_us) >= MISSED_MAX:
-                    del self._missing_since_us[next(iter(self._missing_since_us))]
-                self._missing_since_us[version] = now_us
+            if len(missing) < MISSED_MAX and version not in self.processes:
+                missing.setdefault(version, now_us)
 
     def refused(self, versions: Iterable[str], now_us: int) -> list[str]:
         """Those of these versions whose requests are not to wait any more."""
         if not self.processes:
             return []
         until_us = now_us - self.awaited_us
+        is_full = len(self._missing_since_us) >= MISSED_MAX
+        unknown_us = until_us if is_full else now_us
         return [
             version
             for version in versions
-            if version not in self.processes and self._missing_since_us.get(version, now_us) <= until_us
+            if version not in self.processes and self._missing_since_us.get(version, unknown_us) <= until_us
         ]
 
     def refused_from_us(self, versions: Collection[str], now_us: int) -> int | None:

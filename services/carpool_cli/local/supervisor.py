@@ -412,7 +412,8 @@ class Supervisor:
             WorkerService(served, plan, self._environment(at)) for at, served in enumerate(self._models, 1)
         ]
         if plan.repository is not None:
-            room = max(usable_cpus(), sum(entry.processes for entry in self.entries))
+            # And one more, for another version beside the one that serves.
+            room = max(usable_cpus(), 1 + sum(entry.processes for entry in self.entries))
             self._node = NodeService(plan.repository, room, plan, self._environment(1))
         if plan.gateway_port is not None:
             self.gateway = GatewayService(plan.gateway_port, plan, self._environment(None))

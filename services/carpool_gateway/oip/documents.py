@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -133,12 +134,21 @@ def _format(spec: TensorSpec) -> str:
     return "FORMAT_NHWC" if spec.shape[2] in _IMAGE_CHANNELS else "FORMAT_NONE"
 
 
-def model_statistics(of_models: Mapping[str, ModelStatistics]) -> bytes:
-    """What became of the requests of models, by their names. Times are in nanoseconds."""
-    return _encode({"model_stats": [_statistics(name, found) for name, found in of_models.items()]})
+def model_statistics(
+    of_models: Mapping[str, ModelStatistics], versions: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
+    """What became of the requests of models, by their names; of all versions together. `versions`: the one to
+    name, where it is not "1". Times are in nanoseconds."""
+    return _encode(
+        {
+            "model_stats": [
+                _statistics(name, versions.get(name, VERSION), found) for name, found in of_models.items()
+            ]
+        }
+    )
 
 
-def _statistics(name: str, found: ModelStatistics) -> dict[str, Any]:
+def _statistics(name: str, version: str, found: ModelStatistics) -> dict[str, Any]:
     times = [
         sum(of_size.weighted_us(batches_us[at]) for of_size, batches_us in _times(found.batches))
         for at in range(3)
@@ -147,7 +157,7 @@ def _statistics(name: str, found: ModelStatistics) -> dict[str, Any]:
     responses = {"0": found.first_chunks, "1": found.later_chunks} if found.first_chunks.number else {}
     return {
         "name": name,
-        "version": VERSION,
+        "version": version,
         "last_inference": found.last_us // 1000,
         "inference_count": found.requests,
         "execution_count": found.executions,

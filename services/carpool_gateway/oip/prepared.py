@@ -30,20 +30,22 @@ Encode = Callable[[str, str, Sequence[OutputTensor], str], Response]
 
 
 class _AlikeResults(NamedTuple):
-    """Results that differ in the numbers behind `head` alone, and what is before these in the response."""
+    """Results of a version that differ in the numbers behind `head` alone, and what is before these in the
+    response."""
 
     head: bytes
     body_bytes: int
     before: bytes
+    version: str
 
     def response(self, results: Sequence[RowResult]) -> Response | None:
         """The response, if the results are such ones."""
-        head, body_bytes, before = self
+        head, body_bytes, before, version = self
         parts: list[Buffer] = [before]
         start = len(head)
-        for status, content_type, body, _ in results:
+        for status, content_type, body, _, of_version in results:
             is_alike = len(body) == body_bytes and status == OK and content_type == MSGPACK
-            if not is_alike or body[:start] != head:
+            if not is_alike or body[:start] != head or of_version != version:
                 return None
             parts.append(body[start:])
         return Response(parts, len(before))
@@ -83,7 +85,8 @@ class Prepared:
         if self._alike is not None and (response := self._alike.response(results)) is not None:
             return response
         outputs = join_results(self.model, self.plan, results)
-        response = self._encode(self.model.name, self.request.id, outputs, self.model.version)
+        version = (results[0].version if results else "") or self.model.version  # rows may be of several
+        response = self._encode(self.model.name, self.request.id, outputs, version)
         if self._is_kept:
             self._alike = _alike(outputs, results, response)
         return response
@@ -101,7 +104,7 @@ def _alike(
     # In a msgpack map that Carpool writes, data is last.
     if not width or results[0].content_type != MSGPACK or body[-width:] != data[:width]:
         return None
-    return _AlikeResults(bytes(body[:-width]), len(body), bytes(response.parts[0]))
+    return _AlikeResults(bytes(body[:-width]), len(body), bytes(response.parts[0]), results[0].version)
 
 
 class KeptRequests(dict[tuple[str, bytes, int], Prepared]):

@@ -38,12 +38,13 @@ CLASSIFIED_ELEMENTS_MAX: Final = 1_000_000
 
 
 class RowResult(NamedTuple):
-    """The result of one row, as it is in an envelope."""
+    """The result of one row, as it is in an envelope. `version`: that of the model, if it names one."""
 
     status: str
     content_type: str = ""
     body: Buffer = b""
     detail: str = ""
+    version: str = ""
 
 
 class OutputTensor(NamedTuple):

@@ -66,9 +66,11 @@ class Documents:
         if request.name:
             model = await self._model(call, request)
             found = {model.name: await self._catalog.statistics(model.name)}
+            versions = {model.name: model.asked or model.version}
         else:
             found = dict(await self._catalog.all_statistics(await self._names(call.authorize())))
-        return document("ModelStatisticsResponse", documents.model_statistics(found))
+            versions = await self._catalog.versions(found)
+        return document("ModelStatisticsResponse", documents.model_statistics(found, versions))
 
     async def _names(self, key: Key) -> list[str]:
         return [name for name in await self._producer.models() if key.is_for(name)]

@@ -123,9 +123,10 @@ class OpenInferenceHandlers:
 
     async def model_statistics(self, exchange: Exchange) -> None:
         """What became of the requests of a model."""
-        await self._model(exchange)
-        found = {exchange.model: await self._catalog.statistics(exchange.model)}
-        exchange.respond(200, JSON_HEADER, documents.model_statistics(found))
+        model = await self._model(exchange)
+        found = {model.name: await self._catalog.statistics(model.name)}
+        versions = {model.name: model.asked or model.version}
+        exchange.respond(200, JSON_HEADER, documents.model_statistics(found, versions))
 
     def handler_for_all_statistics(self, exchange: Exchange, key: Key) -> Handler:
         """Of the same of all models that the key is for."""
@@ -133,7 +134,8 @@ class OpenInferenceHandlers:
 
     async def _answer_all_statistics(self, key: Key, exchange: Exchange) -> None:
         found = await self._catalog.all_statistics(await self._names(key))
-        exchange.respond(200, JSON_HEADER, documents.model_statistics(found))
+        versions = await self._catalog.versions(found)
+        exchange.respond(200, JSON_HEADER, documents.model_statistics(found, versions))
 
     async def _names(self, key: Key) -> list[str]:
         return [name for name in await self._producer.models() if key.is_for(name)]

@@ -194,6 +194,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except ValueError as error:
         raise UnusableError(f"{path} is not a TOML file: {error}") from None
+    except RecursionError:
+        raise UnusableError(f"{path} is not a TOML file: it is nested too deeply") from None
 
 
 # --- keys --------------------------------------------------------------------------------------------------

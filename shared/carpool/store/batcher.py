@@ -123,7 +123,8 @@ class NotActiveError(Exception):
 
 
 class ProcessLeftError(Exception):
-    """A process of a bound model has left, for which a batch was to be dispatched. Nothing was written."""
+    """A process of a bound model, or all of a version, for which a batch was to be dispatched, have left.
+    Nothing was written."""
 
 
 class Dispatched(NamedTuple):
@@ -347,6 +348,8 @@ class BatcherStore:
         ]
         args: list[Argument] = [_arrivals_arg(arrivals), only_active_as]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
+        versions = sorted({dispatch.version for dispatch in dispatches if dispatch.version})
+        args += [script_keys.index(keys.versions) if versions else 0, *list_args(versions)]
         args += list_args([entry.id for entry in indexes])
         args += group_list_args(put_back)
         args += (msgpack.packb(batches, use_bin_type=False), *map(encode_batch, dispatches))

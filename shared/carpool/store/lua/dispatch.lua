@@ -17,13 +17,15 @@
 -- A batch of a bound model is for one process, which is told so in its inbox. It names the process, so that a worker
 -- puts it into the pending list of that (see assign.lua): a batcher may not fetch batches.
 --
--- A batch that is for one version of the model is added to the stream of that version.
+-- A batch that is for one version of the model is added to the stream of that version. If that was removed, because no
+-- worker had the version any more, nothing is dispatched: a batcher that was paused does not know it.
 --
 -- KEYS  1 requests   2 batches   3 tickets   4 order   5 batcher and 6 workers, if ARGV[2] is not ''
---       .. inboxes, streams of versions
+--       .. inboxes, streams of versions, the set of versions
 -- ARGV  1 entries to put into the order, '' if none
 --       2 of a model with sequences the name of this batcher, else ''
 --       3.. list of the processes of a bound model that execute these batches
+--       index in KEYS of the set of versions, and list of those that these batches are for; the index is 0 for none
 --       list of entry IDs
 --       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
 --       batches, a msgpack array: of a stepping model there are many, each with many fields
@@ -36,7 +38,7 @@
 --       7 absent, or for requests that have records (record.lua): how long the model keeps a result at most (ms), then
 --         for each the index of its entry, and the index in KEYS of the record
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written
---       | 'PROCESS_LEFT' if one of these processes has left: nothing was written. Else
+--       | 'PROCESS_LEFT' if one of these processes, or all of such a version, have left: nothing was written. Else
 --         { IDs of missing entries },
 --         { for each partly dispatched entry { the IDs of its new entries }, {} if the entry is missing },
 --         { for each batch its ID, '' if all of its entries are missing },
@@ -46,10 +48,15 @@
 -- GRANT batcher batches xadd
 -- GRANT batcher workers zscore
 -- GRANT batcher batcher get
+-- GRANT batcher versions sismember
 if ARGV[2] ~= '' and redis.call('GET', KEYS[5]) ~= ARGV[2] then return 'NOT_ACTIVE' end
 local take = argument_reader(3)
 for _, process in ipairs(take_list(take)) do
   if ARGV[2] ~= '' and not redis.call('ZSCORE', KEYS[6], process) then return 'PROCESS_LEFT' end
+end
+local versions = tonumber(take())
+for _, version in ipairs(take_list(take)) do
+  if redis.call('SISMEMBER', KEYS[versions], version) == 0 then return 'PROCESS_LEFT' end
 end
 
 local ids, is_missing, missing = take_list(take), {}, {}

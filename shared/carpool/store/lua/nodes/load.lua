@@ -1,6 +1,6 @@
 -- load: a version of a model with these parameters is wanted. If it is already, its generation goes on, perhaps with
 -- other replicas or another share; else it is a new one. Without a share it replaces all others of the model, which
--- leave once it serves in full.
+-- leave once it serves in full; if it is what serves already, one that has a share stays beside it.
 --
 -- KEYS  1 wanted  2 seats  3 outcomes  4 generation
 -- ARGV  1 model   2 entry  3 version   4 parameters  5 replicas, empty: as many as before, or as declared
@@ -52,7 +52,7 @@ if share then
       remove(KEYS[2], KEYS[3], generations, at, reason)
     end
   end
-else
+elseif found ~= main then
   leave(KEYS[2], KEYS[3], generations, found, reason)
 end
 write_generations(KEYS[1], model, generations)
