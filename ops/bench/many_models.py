@@ -5,6 +5,9 @@
 All models but one are registered as a worker would, and have a model process whose lease runs, and no
 requests. A worker serves the other one, `noop`. First nothing is sent for `--seconds`; then lone requests
 are. Each number of models has a Redis, a batcher and a worker of its own, all on one machine.
+
+The last column is what a node takes beside its processes that has as many models, each with a process: the
+CPU time of its turns, of which it has two a second. Its processes are not started.
 """
 
 from __future__ import annotations
@@ -26,12 +29,17 @@ from carpool.errors import NotFoundError
 from carpool.keys import Keys
 from carpool.model_settings import ModelSettings
 from carpool.store.connection import Link
+from carpool.store.nodes import NodeStore
+from carpool.store.seats import SeatStore
 from carpool.store.worker import WorkerStore
 from carpool_cli.local.embedded import EmbeddedRedis
+from carpool_worker.node.main import TURN_S
+from carpool_worker.node.node import Node
 
 SETTLE_S: Final = 6.0  # until models that were just found are idle
 LEASE_MS: Final = 3_600_000
 WARM_UP: Final = 100
+NODE_TURNS: Final = 100
 
 
 class Idle(NamedTuple):
@@ -104,6 +112,43 @@ class Figures(NamedTuple):
     p99_ms: float
 
 
+class ServingProcess:
+    """In place of a process that serves."""
+
+    serves, ended, cannot_load = True, "", False
+
+    def poll(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, within_s: float) -> bool:
+        return True
+
+
+def measure_node(url: str, models: int) -> float:
+    """What the turns of a node take that serves so many models, in percent of a core."""
+    links = [Link(url, name=name) for name in ("operator", "node")]
+    operator, seats = NodeStore(links[0]), SeatStore(links[1], "node", LEASE_MS)
+    entries = {f"idle{at}": ["1"] for at in range(models)}
+    node = Node(
+        seats, "node", models, lambda: (entries, {}), lambda wanted, slot: ServingProcess(), drain_s=30.0
+    )
+    node.turn()
+    for name in entries:
+        operator.load(name, "1", {}, None, None)
+    while node.turn():
+        pass  # it claims the seats, and says that they serve
+    began_s = time.process_time()
+    for _ in range(NODE_TURNS):
+        node.turn()
+    turn_s = (time.process_time() - began_s) / NODE_TURNS
+    for link in links:
+        link.close()
+    return 100 * turn_s / TURN_S
+
+
 def measure(models: int, seconds: float, requests: int) -> Figures:
     """The figures for this number of models."""
     with tempfile.TemporaryFile() as log, EmbeddedRedis(append_only=False) as server:
@@ -134,12 +179,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="how long to watch idle processes")
     parser.add_argument("--requests", type=int, default=1000, help="lone requests")
     options = parser.parse_args()
-    print("models  batcher/%   redis/%   threads  connections   rss/MB    p50/ms   p99/ms")
+    print("models  batcher/%   redis/%   threads  connections   rss/MB    p50/ms   p99/ms  node/%")
     for models in map(int, options.models.split(",")):
         idle, p50_ms, p99_ms = measure(models, options.seconds, options.requests)
+        with EmbeddedRedis(append_only=False) as server:
+            node_percent = measure_node(server.url, models)
         print(
             f"{models:6}  {idle.batcher_percent:9.1f} {idle.redis_percent:9.1f} {idle.threads:9} "
-            f"{idle.connections:12} {idle.rss_mb:8.0f}  {p50_ms:8.2f} {p99_ms:8.2f}",
+            f"{idle.connections:12} {idle.rss_mb:8.0f}  {p50_ms:8.2f} {p99_ms:8.2f} {node_percent:7.1f}",
             flush=True,
         )
 
