@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import structlog
 from redis import Redis
 from service_processes import NOOP, cpu_time_us, start, stop
 
@@ -179,6 +181,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="how long to watch idle processes")
     parser.add_argument("--requests", type=int, default=1000, help="lone requests")
     options = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     print("models  batcher/%   redis/%   threads  connections   rss/MB    p50/ms   p99/ms  node/%")
     for models in map(int, options.models.split(",")):
         idle, p50_ms, p99_ms = measure(models, options.seconds, options.requests)
