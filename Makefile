@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 LOCK   := requirements.lock
-JOBS   ?= 5
+JOBS   ?= 6
 # Without --no-compile, pip compiles thousands of files that are never imported.
 PIP    := $(BIN)/pip install --no-compile --quiet --quiet --disable-pip-version-check --no-input
 
@@ -23,7 +23,7 @@ demo: install ## Start Redis, a batcher and workers on this machine, and send re
 	@$(BIN)/carpool demo
 
 # Without bytecode, each process would compile all tests again, for ten seconds.
-test: install ## Run all tests in JOBS processes (default 5); print the slowest
+test: install ## Run all tests in JOBS processes (default 6); print the slowest
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -q -n $(JOBS) --durations=10 --durations-min=1 tests
 
 check: install ## Check style, format, types, and imports between layers
