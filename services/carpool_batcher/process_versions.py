@@ -35,14 +35,8 @@ class ProcessVersions:
         }
 
 
-class DrainingProcesses:
-    """Knows which live processes of a model that is not bound drain, and looks up what each has in hand. That
-    is done anew each time: the last process of a model fetches what is left."""
-
-    def __init__(self, store: BatcherStore) -> None:
-        self._store = store
-
-    def in_hand(self, snapshot: ModelSnapshot) -> Sequence[str]:
-        """The batches that processes have in hand which drain and live."""
-        draining = set(snapshot.draining).intersection(snapshot.model_processes) if snapshot.draining else ()
-        return [batch_id for process in draining for batch_id in self._store.batches_of_process(process)]
+def in_hand_of_draining(store: BatcherStore, snapshot: ModelSnapshot) -> Sequence[str]:
+    """The batches that processes have in hand which drain and live, of a model that is not bound. To be asked
+    for with each snapshot: the last process of a model fetches what is left."""
+    draining = set(snapshot.draining).intersection(snapshot.model_processes) if snapshot.draining else ()
+    return [batch_id for process in draining for batch_id in store.batches_of_process(process)]

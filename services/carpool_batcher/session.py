@@ -48,7 +48,7 @@ from carpool_batcher.entries import (
 )
 from carpool_batcher.meter import Meter
 from carpool_batcher.ordering import ResultOrder
-from carpool_batcher.process_versions import DrainingProcesses, ProcessVersions
+from carpool_batcher.process_versions import ProcessVersions, in_hand_of_draining
 from carpool_batcher.refusals import EarlyRefusals, divide
 
 REPORT_INTERVAL_US: Final = 1_000_000
@@ -98,7 +98,6 @@ class Session:
         settled_after = store.last_settled_id()
         store.versions = snapshot.versions
         self._versions = ProcessVersions(store)
-        self._draining = DrainingProcesses(store)
         self.scheduler = _scheduler(settings, snapshot)
         self._use_settings()
         self._follow_processes(snapshot)
@@ -462,7 +461,8 @@ class Session:
     def _follow_processes(self, snapshot: ModelSnapshot) -> None:
         """The model processes that live, with their versions; and how versions share the traffic."""
         scheduler, now_us = self.scheduler, self._clock.now_us()
-        self._in_hand = () if scheduler.kind is ModelKind.BOUND else self._draining.in_hand(snapshot)
+        is_bound = scheduler.kind is ModelKind.BOUND
+        self._in_hand = () if is_bound else in_hand_of_draining(self._store, snapshot)
         scheduler.set_in_hand(self._in_hand, now_us)
         versions = self._versions.read(snapshot)
         scheduler.set_processes(snapshot.model_processes, snapshot.draining, versions, now_us)

@@ -104,7 +104,7 @@ def _load(settings: LoadSettings, store: NodeStore) -> int:
     if settings.share is not None:  # before any of its processes takes a batch
         set_share(settings, name, _version_of(store, generation), settings.share)
     if not settings.wait:
-        if settings.share is None and not has_trial(store, name):
+        if settings.share is None and store.snapshot().trial(name) is None:
             set_share(settings, name, None)
         print(printable_lines(f"{name} is wanted as generation {generation}; `carpool nodes` shows it"))
         return 0
@@ -130,14 +130,9 @@ def _serve_all(
     """Follow a generation until it serves in place of the others. Then no version has a share, unless one is
     wanted with a share beside it."""
     status = _follow(store, name, generation, timeout_s)
-    if status == 0 and not has_trial(store, name):
+    if status == 0 and store.snapshot().trial(name) is None:
         set_share(settings, name, None)
     return status
-
-
-def has_trial(store: NodeStore, model: str) -> bool:
-    """Whether nodes are to serve a version of a model with a share of the traffic."""
-    return any(wanted.model == model and wanted.share is not None for wanted in store.wanted())
 
 
 def _version_of(store: NodeStore, generation: int) -> str:

@@ -33,12 +33,14 @@ def end_trial(
     link = open_link(settings, command)
     try:
         store = NodeStore(link, settings.prefix)
-        for wanted in store.wanted():
-            is_trial = wanted.model == model and wanted.share is not None
-            if is_trial and version in (None, wanted.version):
-                return on_nodes(store, wanted)
+        trial = store.snapshot().trial(model)
+        if trial is not None and version in (None, trial.version):
+            return on_nodes(store, trial)
     except (LinkError, CommandError) as error:
         complain(f"carpool {command}: {explain(error)}")
+        return 1
+    except ValueError as error:  # for example, no node has its version any more
+        complain(f"carpool {command}: {error}")
         return 1
     finally:
         link.close()

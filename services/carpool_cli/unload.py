@@ -13,7 +13,7 @@ from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable_lines
 from carpool.store.connection import CommandError, LinkError
 from carpool.store.nodes import NodeStore
-from carpool_cli.load import POLL_S, has_trial, open_link, set_share
+from carpool_cli.load import POLL_S, open_link, set_share
 from carpool_cli.refused import explain
 from carpool_cli.screen import count
 
@@ -65,7 +65,7 @@ def unload(
     if not store.unload(model, version):
         loaded = ", ".join(sorted(wanted.title for wanted in before)) or "nothing is"
         return _fail(f"{title} is not loaded; loaded: {loaded}")
-    if not has_trial(store, model):
+    if store.snapshot().trial(model) is None:
         set_share(settings, model, None)
     told = 0
     while wait:

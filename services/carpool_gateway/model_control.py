@@ -160,7 +160,7 @@ class ModelControl:
         outcome = await self._outcomes.of_load(name, generation, end_s)
         self._catalog.forget(name)
         if outcome.state is OutcomeState.SERVING:
-            if not (has_share or _has_trial(await self._nodes.snapshot(), name)):
+            if not has_share and (await self._nodes.snapshot()).trial(name) is None:
                 await self._nodes.end_shares(name)
             return
         if outcome.state is OutcomeState.FAILED:
@@ -199,7 +199,7 @@ class ModelControl:
         wanted = [one for one in snapshot.wanted if one.model == name and version in (None, one.version)]
         if wanted:
             await self._nodes.unload(name, version)
-            if not any(one.share for one in snapshot.wanted if one.model == name and one not in wanted):
+            if snapshot.trial(name) in (None, *wanted):
                 await self._nodes.end_shares(name)
             self._log.info("unload requested", model=name, version=version, key=key.name)
         elif name not in _known_to_nodes(snapshot) and await self._is_ready(name):
@@ -264,11 +264,6 @@ def _version_of(snapshot: Snapshot, name: str, entry: str, version: str | None) 
         raise NotFoundError(
             f"failed to load '{name}', failed to poll from model repository: {error}"
         ) from None
-
-
-def _has_trial(snapshot: Snapshot, model: str) -> bool:
-    """Whether nodes are to serve a version of a model with a share of the traffic."""
-    return any(wanted.model == model and wanted.share is not None for wanted in snapshot.wanted)
 
 
 def _known_to_nodes(snapshot: Snapshot) -> set[str]:

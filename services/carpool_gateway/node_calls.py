@@ -21,7 +21,7 @@ from carpool.wire.nodes import (
     outcome_of,
     snapshot_commands,
 )
-from carpool.wire.traffic import read_shares_command
+from carpool.wire.traffic import read_shares_command, tell_batcher_command
 from carpool_gateway.redis_calls import RedisCalls
 
 
@@ -99,18 +99,7 @@ class NodeCalls:
         keys = Keys(model, self._prefix)
         shares = await self._calls.call(keys.shares, read_shares_command(keys))
         if shares:
-            told = (
-                "XADD",
-                keys.settled,
-                "MAXLEN",
-                "~",
-                SETTLED_ENTRIES_MAX,
-                "*",
-                "config",
-                "shares",
-                "size",
-                0,
-            )
+            told = tell_batcher_command(keys, SETTLED_ENTRIES_MAX)
             await self._calls.call_many(keys.shares, [("HDEL", keys.shares, *shares[::2]), told])
 
     async def fail(self, model: str, generation: int, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of loads and unloads, for all who wait for it.
+"""The outcomes of loads and unloads, for the calls that wait for them.
 
 One task asks Redis for all of them: a load may take minutes, and holds neither a thread nor a connection. It
 runs only while somebody waits.

@@ -90,14 +90,14 @@ def test_a_version_that_has_no_worker_gets_nothing() -> None:
 def test_a_version_without_traffic_gets_it_only_if_no_other_one_is_there() -> None:
     assert counted(Division({"2": 0}, ["1", "2"])) == {"1": 2000}
     assert counted(Division({"2": 0}, ["2"])) == {"2": 2000}
-    assert not Division({"2": 0}, ["1", "2"]).gets_traffic("2")
-    assert not Division({"2": 100}, ["1", "2"]).gets_traffic("1")
+    assert Division({"2": 0}, ["1", "2"]).versions == ["1"]
+    assert Division({"2": 100}, ["1", "2"]).versions == ["2"]
 
 
 def test_without_shares_or_named_versions_any_worker_takes_them() -> None:
     assert not Division({}, ["1", "2"])
     assert not Division({"2": 10}, [""])
-    assert Division({}, ["1"]).gets_traffic("1")
+    assert not Division({}, ["1"])
 
 
 @given(st.text(max_size=20), st.integers(0, 99))

@@ -29,8 +29,8 @@ class LoadRequest:
     """What of a model is to be served.
 
     `version`: None for the newest one. `replicas`: how many model processes; None for as many as before, or
-    one. `adds_replica`: for one more than before, if it is loaded with these parameters. `parameters`: those
-    of the model, as text. `settings`: those that the load sets, by name, as text.
+    as the entry declares. `adds_replica`: for one more than before, if it is loaded with these parameters.
+    `parameters`: those of the model, as text. `settings`: those that the load sets, by name, as text.
     """
 
     version: str | None = None

@@ -1,4 +1,4 @@
-"""What a node does next, as a function of what is wanted, who has which seat, and who lives. No I/O.
+"""What a node does next, as a function of what is wanted, of the seats, and of the nodes that live. No I/O.
 
 1. Every node distributes the free seats over all nodes in the same way, and claims those that fall to itself.
    If two saw different snapshots and claim the same seat, the script lets one have it.

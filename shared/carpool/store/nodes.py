@@ -1,4 +1,4 @@
-"""What is wanted of the models in repositories: for operators, and for whoever acts for them.
+"""Which models of repositories are wanted, as operators and gateways write it.
 
 Why: docs/decisions/0111.
 """

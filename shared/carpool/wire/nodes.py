@@ -1,4 +1,4 @@
-"""What nodes share in Redis: which models are wanted, who has which seat, and what each node reports.
+"""What nodes share in Redis: which models are wanted, which node has which seat, and what each reports.
 
 A *generation* is what one load made of a model: a version, parameters and a number of replicas. Each of its
 replicas is a *seat*, which a node claims for one model process. All of it is pure: commands are built here,
@@ -172,6 +172,10 @@ class Snapshot(NamedTuple):
         """How many model processes an entry declares: the most that a node has read."""
         declared = [node.replicas.get(entry, 1) for node in self.nodes if entry in node.entries]
         return min(max(declared, default=1), REPLICAS_MAX)
+
+    def trial(self, model: str) -> Wanted | None:
+        """The generation of a model that has a share of the traffic, if there is one."""
+        return next((one for one in self.wanted if one.model == model and one.share is not None), None)
 
     def generation(self, number: int) -> Wanted | None:
         """The generation of this number, if it is wanted."""

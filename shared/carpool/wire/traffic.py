@@ -75,11 +75,16 @@ def set_shares_commands(keys: Keys, shares: Shares, settled_entries_max: int) ->
     any the hash is removed. Raises ValueError."""
     check_shares(shares)
     fields: list[str | int] = [part for pair in shares.items() for part in pair]
-    told: Command = (
+    write: list[Command] = [("HSET", keys.shares, *fields)] if fields else []
+    told = tell_batcher_command(keys, settled_entries_max)
+    return [("MULTI",), ("DEL", keys.shares), *write, told, ("EXEC",)]
+
+
+def tell_batcher_command(keys: Keys, settled_entries_max: int) -> Command:
+    """The command that has the batcher look at the shares at once."""
+    return (
         "XADD", keys.settled, "MAXLEN", "~", settled_entries_max, "*", "config", "shares", "size", 0,
     )  # fmt: skip
-    write: list[Command] = [("HSET", keys.shares, *fields)] if fields else []
-    return [("MULTI",), ("DEL", keys.shares), *write, told, ("EXEC",)]
 
 
 def chosen(shares: Shares, version: str | None) -> str:
@@ -143,7 +148,3 @@ class Division:
             return self.versions[0]
         position = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest())
         return self.versions[min(bisect_right(self._ends, position), len(self.versions) - 1)]
-
-    def gets_traffic(self, version: str) -> bool:
-        """Whether requests that ask for no version may get this one."""
-        return not self.versions or version in self.versions
