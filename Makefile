@@ -83,7 +83,7 @@ $(STAMP): $(LOCK) pyproject.toml
 # locks of their own with the same versions: one for what runs in them, one for building the wheel. The extra
 # `transformers` is in none: PyTorch is a hundred times as large as all others, and has a build for each GPU.
 # Package sources that are configured on this machine are ignored, so that the hashes are those of the public files.
-EXTRAS = dev docs embedded gateway grpc onnx pages plot uvloop voice
+EXTRAS = console dev docs embedded gateway grpc onnx otel pages plot uvloop voice
 COMPILE = env -u UV_INDEX -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS build/lock/bin/uv pip compile --no-config --quiet \
   --universal --python-version 3.11 --fork-strategy fewest --generate-hashes --no-strip-extras --no-annotate \
   --custom-compile-command 'make lock'
@@ -93,7 +93,7 @@ lock: ## Resolve the dependencies again and pin them by hash
 	@build/lock/bin/pip install --quiet --quiet --disable-pip-version-check uv
 	@echo '[2/2] Resolving'
 	@printf 'hatchling\neditables\n' | $(COMPILE) pyproject.toml - --output-file $(LOCK) --upgrade $(EXTRAS:%=--extra %)
-	@$(COMPILE) pyproject.toml --extra gateway --extra grpc --constraints $(LOCK) --upgrade \
+	@$(COMPILE) pyproject.toml --extra console --extra gateway --extra grpc --extra otel --constraints $(LOCK) --upgrade \
 	  --output-file ops/docker/runtime.lock
 	@printf 'hatchling\n' | $(COMPILE) - --constraints $(LOCK) --output-file ops/docker/build.lock --upgrade
 	@echo "$(LOCK) pins $$(grep -c == $(LOCK)) packages"
