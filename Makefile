@@ -5,12 +5,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 LOCK   := requirements.lock
+TOOLS  := tests/tools.lock
 JOBS   ?= 6
 # Without --no-compile, pip compiles thousands of files that are never imported.
 PIP    := $(BIN)/pip install --no-compile --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check docs lock audit bench http fuzz profile soak chaos clean
+.PHONY: help install tools demo test check docs lock audit bench http fuzz profile soak chaos clean
 
 help: ## List these targets
 	@printf 'Usage: make TARGET [PYTHON=python3.12]\n\n'
@@ -18,6 +19,9 @@ help: ## List these targets
 	  | while IFS='|' read -r name text; do printf '  %-9s %s\n' "$$name" "$$text"; done
 
 install: $(STAMP) ## Create .venv and install Carpool in it, as .venv/bin/carpool
+
+tools: install ## Add what tests of charts and of pages in a browser need, 130 MB; without it they are skipped
+	@$(PIP) --require-hashes --requirement $(TOOLS)
 
 demo: install ## Start Redis, a batcher and workers on this machine, and send requests to them
 	@$(BIN)/carpool demo
@@ -93,6 +97,7 @@ lock: ## Resolve the dependencies again and pin them by hash
 	@build/lock/bin/pip install --quiet --quiet --disable-pip-version-check uv
 	@echo '[2/2] Resolving'
 	@printf 'hatchling\neditables\n' | $(COMPILE) pyproject.toml - --output-file $(LOCK) --upgrade $(EXTRAS:%=--extra %)
+	@$(COMPILE) pyproject.toml --extra tools --constraints $(LOCK) --upgrade --output-file $(TOOLS)
 	@$(COMPILE) pyproject.toml --extra console --extra gateway --extra grpc --extra otel --constraints $(LOCK) --upgrade \
 	  --output-file ops/docker/runtime.lock
 	@printf 'hatchling\n' | $(COMPILE) - --constraints $(LOCK) --output-file ops/docker/build.lock --upgrade
@@ -101,7 +106,7 @@ lock: ## Resolve the dependencies again and pin them by hash
 audit: ## Check the pinned packages for known vulnerabilities
 	@$(PYTHON) -m venv build/audit
 	@build/audit/bin/pip install --quiet --quiet --disable-pip-version-check pip-audit
-	@for lock in $(LOCK) ops/docker/*.lock; do \
+	@for lock in $(LOCK) $(TOOLS) ops/docker/*.lock; do \
 	  echo "$$lock"; build/audit/bin/pip-audit --disable-pip --require-hashes --requirement $$lock || exit 1; done
 
 clean: ## Remove .venv and all caches

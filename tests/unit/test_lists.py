@@ -415,11 +415,11 @@ def test_all_extras_but_the_largest_are_locked_and_documented() -> None:
     extras = {*tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]}
     locked = re.search(r"^EXTRAS = (.*)", read("Makefile"), re.MULTILINE)
     assert locked is not None
-    compare("Makefile, EXTRAS", locked[1].split(), extras - {"transformers"})
+    compare("Makefile, EXTRAS", locked[1].split(), extras - {"tools", "transformers"})
     rows = [
         name for cell in first_cells(section("docs/operating.md", "### Installing")) for name in quoted(cell)
     ]
-    compare("docs/operating.md, Installing", rows, extras - {"dev", "docs", "pages"})
+    compare("docs/operating.md, Installing", rows, extras - {"dev", "docs", "pages", "tools"})
 
 
 def test_targets_in_the_documents_exist() -> None:
