@@ -40,6 +40,7 @@ from carpool.model_settings import ModelSettings
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool.store.worker import WorkerStore
+from carpool.wire.audit import Actor
 from carpool.wire.report import BatcherReport
 from carpool.wire.tensors import tensor_head
 from carpool_cli.local.embedded import EmbeddedRedis
@@ -222,7 +223,8 @@ def take_in(one: Stack, entries: Sequence[Sequence[Any]], expected: int) -> None
     if not one.redis.exists(KEYS.registration):
         settings = ModelSettings(max_batch_size=BATCH_SIZE)
         WorkerStore(one.link, KEYS).register(settings.as_text())
-        one.directory.configure("noop", {"max_queue_size": "1000000", "max_queue_bytes": str(1 << 30)}, ())
+        limits = {"max_queue_size": "1000000", "max_queue_bytes": str(1 << 30)}
+        one.directory.configure("noop", limits, (), actor=Actor("bench", "command"))
         until(lambda: one.waiting() == 0, 0.05)
     one.send(entries)
     until(lambda: one.waiting() == expected, 0.05)

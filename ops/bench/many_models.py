@@ -34,6 +34,7 @@ from carpool.store.connection import Link
 from carpool.store.nodes import NodeStore
 from carpool.store.seats import SeatStore
 from carpool.store.worker import WorkerStore
+from carpool.wire.audit import Actor
 from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_worker.node.main import TURN_S
 from carpool_worker.node.node import Node
@@ -139,7 +140,7 @@ def measure_node(url: str, models: int) -> float:
     )
     node.turn()
     for name in entries:
-        operator.load(name, "1", {}, None, None)
+        operator.load(name, "1", {}, None, None, actor=Actor("bench", "command"))
     while node.turn():
         pass  # it claims the seats, and says that they serve
     began_s = time.process_time()

@@ -29,6 +29,7 @@ from carpool.errors import NotFoundError
 from carpool.keys import DEFAULT_PREFIX
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
+from carpool.wire.audit import Actor
 from carpool_cli.local.embedded import EmbeddedRedis
 
 LONE_REQUESTS: Final = 1000
@@ -113,7 +114,9 @@ def print_rounds(title: str, rounds: list[Round]) -> None:
 async def preserve_ordering(url: str, on: bool) -> None:
     """Set it, and wait until the batcher has applied it."""
     link = Link(url, name="bench-config")
-    Directory(link, DEFAULT_PREFIX).configure("noop", {"preserve_ordering": str(on).lower()}, [])
+    Directory(link, DEFAULT_PREFIX).configure(
+        "noop", {"preserve_ordering": str(on).lower()}, [], actor=Actor("bench", "command")
+    )
     link.close()
     await asyncio.sleep(SETTING_APPLIES_S)
 

@@ -218,12 +218,13 @@ ROWS: Final[dict[str, list[Panel]]] = {
             "short",
             "Waiting near max_queue_size: further requests are refused; start workers. Delayed: those of "
             "them that wait for their time (not_before). Withheld: results that wait for earlier ones "
-            "(preserve_ordering).",
+            "(preserve_ordering). Paused: an operator has paused the model, and nothing is dispatched.",
             {
                 "waiting {{model}}": "sum by (model) (carpool_waiting_requests{M})",
                 "delayed {{model}}": "sum by (model) (carpool_delayed_requests{M})",
                 "in flight {{model}}": "sum by (model) (carpool_in_flight_requests{M})",
                 "withheld {{model}}": "sum by (model) (carpool_withheld_results{M})",
+                "paused {{model}}": "max by (model) (carpool_paused{M}) == 1",
             },
             width=6,
         ),

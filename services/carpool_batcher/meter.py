@@ -18,6 +18,7 @@ from carpool.errors import (
     INVALID_ARGUMENT,
     NOT_FOUND,
     RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
     UNIMPLEMENTED,
 )
 from carpool.messages.batches import Dispatch, DispatchReason
@@ -64,6 +65,7 @@ _ANSWERS: Final = (
     (INVALID_ARGUMENT, "sequence"),
     (ABORTED, "sequence"),
     (CANCELLED, "sequence"),
+    (UNAVAILABLE, "paused"),
     (NOT_FOUND, "version"),
     (NOT_FOUND, _IN_FLIGHT),
 )
@@ -118,6 +120,9 @@ class BatcherMetrics(CommonMetrics):
             "carpool_batcher_active", "1 if this batcher forms the model's batches, 0 if it is on standby",
             ("model",), registry=registry,
         )  # fmt: skip
+        self.paused = Gauge(
+            "carpool_paused", "1 if an operator has paused the model, else 0", ("model",), registry=registry
+        )
 
 
 class _Totals(NamedTuple):
@@ -149,7 +154,7 @@ class Meter:
         self._failed: Counts[str] = Counts()
         self._last_error: tuple[str, int] | None = None  # and when it was raised
         self._totals_known: _Totals | None = None  # None: something was counted since
-        self._exported: Gauges | None = None
+        self._exported: tuple[Gauges, bool] | None = None
         self._sequences = SequenceMeter(metrics.sequences, model)
         self.versions = VersionMeter(metrics.version_requests, model)
         self.activated(0)
@@ -222,13 +227,14 @@ class Meter:
     def update_gauges(self, scheduler: Scheduler, now_us: int) -> None:
         """Update the gauges; called regularly while this batcher is active."""
         self._sequences.export(_sequences_report(scheduler))
-        values = gauges(scheduler, now_us)
-        if values == self._exported:  # those of an idle model do not change, and exporting them takes 30 µs
+        values, is_paused = gauges(scheduler, now_us), scheduler.pause is not None
+        if (values, is_paused) == self._exported:  # of an idle model nothing changes, and this takes 30 µs
             return
-        self._exported = values
+        self._exported = values, is_paused
         for gauge, value in zip(self._metrics.gauges, values, strict=True):
             gauge.labels(self._model).set(value)
         self._metrics.active.labels(self._model).set(1)
+        self._metrics.paused.labels(self._model).set(int(is_paused))
 
     def report(
         self,
@@ -293,7 +299,7 @@ class Meter:
         self._exported = None
         self._sequences.deactivated()
         self._metrics.active.labels(self._model).set(0)
-        for gauge in self._metrics.gauges:
+        for gauge in (*self._metrics.gauges, self._metrics.paused):
             gauge.remove(self._model)
 
     def forget(self) -> None:

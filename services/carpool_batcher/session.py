@@ -35,6 +35,7 @@ from carpool_batcher.accounting import Accounting
 from carpool_batcher.backlog import PIECE_DECODED, Backlog
 from carpool_batcher.core.deadlines import NO_WORKER
 from carpool_batcher.core.decisions import EXPIRED, WITHDRAWN, Abandon
+from carpool_batcher.core.pause import Pause
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler, earlier
 from carpool_batcher.core.sequences.sequence import did_not_succeed
 from carpool_batcher.effective_settings import EffectiveSettings
@@ -100,6 +101,7 @@ class Session:
         self._versions = ProcessVersions(store)
         self.scheduler = _scheduler(settings, snapshot)
         self._use_settings()
+        self._follow_pause(snapshot)
         self._follow_processes(snapshot)
         self._order = ResultOrder(store, self.scheduler, snapshot.waiting_entries)
         self._adopt_what_is_in_flight()
@@ -439,6 +441,7 @@ class Session:
         self.wake_at_us = now_us
         before = scheduler.model_processes
         self._store.versions = snapshot.versions
+        self._follow_pause(snapshot)
         self._follow_processes(snapshot)
         self._accounting.versions = {**self._accounting.versions, **self._versions.read(snapshot)}
         if any(not scheduler.in_flight.batches[name].is_asked for name in scheduler.orphans()):
@@ -467,6 +470,20 @@ class Session:
         versions = self._versions.read(snapshot)
         scheduler.set_processes(snapshot.model_processes, snapshot.draining, versions, now_us)
         scheduler.divide(Division(snapshot.shares, scheduler.versions.processes), now_us)
+
+    def _follow_pause(self, snapshot: ModelSnapshot) -> None:
+        """Whether an operator has paused the model, and whether what arrives is refused."""
+        paused, pause = snapshot.paused, None
+        if paused is not None:
+            pause = Pause(paused.reason, paused.refuses_from_ms * 1000 if paused.refuses else None)
+        if pause == self.scheduler.pause:
+            return
+        self.scheduler.pause = pause
+        self.reads_at_us = 0  # first read what was left unread
+        if paused is None:
+            self._log.info("model resumed")
+        else:
+            self._log.info("model paused", who=paused.who, reason=paused.reason, refuses=paused.refuses)
 
     def _renew_bodies(self, now_us: int) -> None:
         """Now and then: stored bodies must not expire while their requests wait."""

@@ -25,6 +25,7 @@ from carpool.store.directory import Directory, ModelOverview, ProcessMemory
 from carpool.wire.registration import decode_settings_from
 from carpool.wire.report import BatcherReport
 from carpool_cli.models import describe_unregistered, describe_workers, read_differing
+from carpool_cli.operator_name import this_operator
 from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table, size
 
@@ -122,7 +123,8 @@ def main(argv: Sequence[str]) -> int:
         directory.close()
     doubts = ModelSettings.from_mapping({name: of.value for name, of in effective.items()}).doubts()
     memory = describe_memory(effective["max_process_memory"].value, overview.memory)
-    notes = [note for note in (*doubts, memory, workers, describe_policy(policy, report)) if note]
+    paused = "" if overview.paused is None else f"{settings.model} is {overview.paused.describe()}"
+    notes = [note for note in (paused, *doubts, memory, workers, describe_policy(policy, report)) if note]
     status = 2 if changes and report is not None and report.rejected_settings else 0
     if asked:
         effective = {name: effective[name] for name in asked}
@@ -164,7 +166,8 @@ def configure(directory: Directory, model: str, changes: Sequence[str]) -> Confi
         _check_policy(_read_report(directory.overview(model)), effective.policy)
     if values or removed:  # as text that any version reads, without units
         as_text = effective.as_text()
-        directory.configure(model, {name: as_text[name] for name in values}, removed)
+        given = {name: as_text[name] for name in values}
+        directory.configure(model, given, removed, actor=this_operator())
     before = {name: _describe(registered, overrides, name) for name in (*values, *removed)}
     return Configured(resolve(registered, wanted), before)
 

@@ -22,6 +22,7 @@ from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.directory import Directory
 from carpool_cli.models import describe_unregistered
+from carpool_cli.operator_name import this_operator
 from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, build_table, count, duration
 
@@ -234,14 +235,15 @@ def _drop(settings: DeadSettings, link: Link) -> int:
 def _do_with_each(settings: DeadSettings, link: Link, done: str) -> int:
     """Replay or drop the dead letters that are meant, and say how many that were."""
     letters = DeadLetters(link, Keys(settings.model, settings.prefix))
-    number, status = 0, 0
+    number, status, actor = 0, 0, this_operator()
     for letter in _meant(settings, link, letters):
         if isinstance(letter, str):
             status = _fail(_gone(settings.model, letter))
         elif settings.action == "replay" and letter.body is None:
             status = _fail(f"dead letter {letter.id} is left as it is: its body is gone")
         else:
-            number += letters.replay(letter) if settings.action == "replay" else letters.drop(letter)
+            remove = letters.replay if settings.action == "replay" else letters.drop
+            number += remove(letter, actor=actor)
     Screen().print(f"{count(number, 'request')} of {settings.model} {done}")
     return status
 

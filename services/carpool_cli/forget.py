@@ -16,6 +16,7 @@ from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.directory import Directory
 from carpool.store.removal import Removal, Removed, Use
 from carpool_cli.models import describe_unregistered
+from carpool_cli.operator_name import this_operator
 from carpool_cli.refused import explain
 from carpool_cli.screen import count
 
@@ -58,7 +59,7 @@ def _fail(error: str) -> int:
 def _forget(settings: ForgetSettings, link: Link) -> int:
     models = Directory(link, settings.prefix).models()
     try:
-        removal = Removal(link, Keys(settings.model, settings.prefix))
+        removal = Removal(link, Keys(settings.model, settings.prefix), this_operator())
     except ValueError:
         return _fail(describe_unregistered(settings.model, models))
     use = removal.use()

@@ -18,6 +18,7 @@ from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.nodes import NodeStore
 from carpool.store.traffic import Traffic
 from carpool.wire.nodes import REPLICAS_MAX, OutcomeState, Wanted
+from carpool_cli.operator_name import this_operator
 from carpool_cli.refused import explain
 
 POLL_S: Final = 0.1
@@ -99,6 +100,7 @@ def _load(settings: LoadSettings, store: NodeStore) -> int:
         _parameters(settings.param),
         settings.replicas,
         settings.share,
+        actor=this_operator(),
         entry=entry or name,
     )
     if settings.share is not None:  # before any of its processes takes a batch
@@ -120,7 +122,9 @@ def take_over(settings: ConnectionSettings, store: NodeStore, trial: Wanted) -> 
     """Have a version that has a share of the traffic serve all of it, in place of the others, and wait until
     these have ended. Returns 1 if it does not serve."""
     of_trial = trial.version, trial.parameters, None, None
-    generation = store.load(trial.model, *of_trial, entry=trial.entry, settings=trial.settings)
+    generation = store.load(
+        trial.model, *of_trial, actor=this_operator(), entry=trial.entry, settings=trial.settings
+    )
     return _serve_all(settings, store, trial.model, generation, None)
 
 
@@ -150,7 +154,7 @@ def set_share(settings: ConnectionSettings, model: str, version: str | None, sha
     try:
         traffic, shares = Traffic(link, keys), {} if version is None else {version: share}
         if shares != traffic.shares():
-            traffic.set(shares)
+            traffic.set(shares, actor=this_operator())
     finally:
         link.close()
 

@@ -22,6 +22,7 @@ from carpool.store.declarations import Declarations
 from carpool.store.directory import Directory, in_streams_of_versions, take_snapshot
 from carpool.store.eviction import eviction_warning
 from carpool.store.unregistered import Unserved, find_unregistered
+from carpool.wire.orders import Paused
 from carpool.wire.registration import (
     Registration,
     decode_parameters,
@@ -62,6 +63,7 @@ class ModelsSettings(ConnectionSettings):
     version     those that its workers declare, if any does
     settings    those that workers declare differently, as during an update, below the table
     parameters  what the model was loaded with, below the table; secrets are hidden
+    paused      since when, by whom and why, below the table; `carpool resume` ends it
     sequences   those kept, as the batcher reports them, of all slots where the model binds them to its
                 processes (processes x max_batch_size), and those that wait to start
 
@@ -106,12 +108,13 @@ class ModelState(NamedTuple):
     versions: Mapping[str, int] = {}  # how many workers declare which; an empty one: they declare none
     shares: Mapping[str, int] = {}  # of the requests that ask for no version, by version, in per cent
     by_version: Mapping[str, VersionReport] = {}  # what workers of each did since the batcher became active
+    paused: Paused | None = None  # by an operator
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
-        reports = {"stepping": self.stepping, "sequences": self.sequences}
+        reports: dict[str, Any] = {"stepping": self.stepping, "sequences": self.sequences}
         by_version = {version: of._asdict() for version, of in self.by_version.items()}
-        nested = {name: of and of._asdict() for name, of in reports.items()}
+        nested = {name: of and of._asdict() for name, of in {**reports, "paused": self.paused}.items()}
         return {**self._asdict(), **nested, "by_version": by_version}
 
 
@@ -200,6 +203,7 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         versions_of(declared),
         snapshot.shares,
         dict(report.versions) if report else {},
+        snapshot.paused,
     )
 
 
@@ -260,6 +264,8 @@ def show(states: Sequence[ModelState], screen: Screen) -> None:
 
 def _paragraphs(state: ModelState) -> Iterator[str]:
     """What is below the tables about a model."""
+    if state.paused is not None:
+        yield f"{state.model} is {printable(state.paused.describe())}"
     if state.parameters:
         yield f"Parameters of {state.model}: {_parameters(state.parameters)}"
     if state.differing:

@@ -9,6 +9,7 @@ from pydantic_settings import CliPositionalArg
 
 from carpool.settings import ConnectionSettings, read_settings
 from carpool_cli.load import take_over
+from carpool_cli.operator_name import this_operator
 from carpool_cli.trial import end_trial
 
 
@@ -34,5 +35,5 @@ def main(argv: Sequence[str]) -> int:
         settings.model,
         version,
         on_nodes=lambda store, trial: take_over(settings, store, trial),
-        otherwise=lambda traffic: traffic.promote(version),
+        otherwise=lambda traffic: traffic.promote(version, actor=this_operator()),
     )

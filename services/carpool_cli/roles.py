@@ -90,6 +90,7 @@ _COUNTS: Final = (
     Grant("whether a worker is loading a model", "exists", "loading"),
     Grant("count sequences that are kept", "zcard", "sequences"),
     Grant("list the processes of a bound model that drain", "smembers", "draining"),
+    Grant("how a model is paused, and which workers operators drain", "hgetall", "paused drained"),
     Grant("list the model processes that are alive", "zrange", "workers"),
     Grant("read how much memory they take", "hgetall", "memory"),
     Grant("check whether a batcher is active", "exists", "batcher"),
@@ -152,6 +153,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         _CONNECT, _CLUSTER, _CLOCK, _EVICTION, _SCRIPTS,
         Grant("list the models", "smembers", "models"),
         Grant("read what workers registered, and an operator's overrides", "hgetall", "registration config"),
+        Grant("see whether an operator has paused a model", "hgetall", "paused"),
         Grant("list the model processes that are alive", "zrange", "workers"),
         Grant("read new requests and settled batches", "xread", "requests settled"),
         Grant("find the position to continue reading from, or up to which", "xrevrange", "settled requests"),
@@ -184,6 +186,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("register the model", "sadd", "models"),
         Grant("tell what it declares, and see what others do", "hset hdel hkeys hgetall pexpire", "declared"),
         Grant("see which workers live", "zrange", "workers"),
+        Grant("see whether an operator drains it; end that when it stops", "hget hdel", "drained"),
         Grant("tell how much memory its model processes take", "hset pexpire", "memory"),
         Grant("register the model; renew.lua checks that it still is", "hset hdel exists", "registration"),
         Grant("fetch batches", "xgroup|create xreadgroup", "batches"),
@@ -199,7 +202,8 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("load states", "hget", "sequence"),
         Grant("read the batches of a bound model", "xrange", "batches"),
         Grant("read what a process of a bound model is told", "xread", "inbox"),
-        _Lua("drain", "draining workers"), _Lua("commit", "batches body settled dead"), _Lua("trim_dead"),
+        _Lua("drain undrain", "draining workers"),
+        _Lua("commit", "batches body settled dead"), _Lua("trim_dead"),
         _Lua(
             "answer reclaim commit step",
             "progress",
@@ -216,11 +220,14 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         "control",
         *_GATEWAY,
         _SCRIPTS,
-        Grant("load and unload models: run scripts", "evalsha eval", "wanted seats outcomes generation"),
+        Grant(
+            "load and unload models, end shares of versions that are gone: run scripts",
+            "evalsha eval",
+            "wanted seats outcomes generation nodes_audit shares settled audit",
+        ),
         Grant("what became of what is loaded", "hget", "outcomes"),
-        Grant("end the shares of versions that are gone", "hgetall hdel", "shares"),
-        Grant("end them: notify the batcher", "xadd", "settled"),
-        _Lua("nodes/load nodes/generations"),
+        Grant("read these shares", "hgetall", "shares"),
+        _Lua("nodes/load nodes/generations operator/audit operator/change"),
     ),
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
     "admin": _grants(
@@ -242,16 +249,23 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "remove its keys, and what remains of its requests and sequences",
             "del",
             "registration config requests batches versions shares settled dead dead_dropped statistics "
-            "workers order tickets result replies body progress sequence sequences inbox draining declared",
+            "workers order tickets result replies body progress sequence sequences inbox draining declared "
+            "drained paused audit",
         ),
-        Grant("carpool config: override settings", "multi exec hgetall hset hdel", "config"),
-        Grant("carpool config: notify the batcher", "xadd", "settled"),
-        Grant("share, promote, rollback: shares of versions", "multi exec hgetall hset del", "shares"),
+        Grant("read an operator's overrides of settings", "hgetall", "config"),
+        Grant("read what operators did; dead replay and drop: one entry for each command", "xrevrange xdel",
+              "audit"),
+        Grant("read what operators loaded, unloaded and removed", "xrevrange", "nodes_audit"),
         _SCRIPTS,
         *_NODES,
         Grant(
-            "carpool load and unload: run scripts", "evalsha eval", "wanted seats outcomes generation"
+            "config, share, pause, resume, drain, load and unload: run scripts",
+            "evalsha eval",
+            "config shares settled audit paused registration drained workers draining wanted seats outcomes "
+            "generation nodes_audit",
         ),
+        _Lua("operator/audit operator/change operator/pause operator/resume"),
+        _Lua("operator/drain_worker operator/undrain_worker"),
         Grant("what became of what is loaded", "hget", "outcomes"),
         _Lua("nodes/load nodes/generations"),
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),
@@ -295,6 +309,9 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
         "sequences": keys.sequences,
         "inbox": keys.inbox("*"),
         "draining": keys.draining,
+        "drained": keys.drained,
+        "paused": keys.paused,
+        "audit": keys.audit,
         "order": keys.order,
         "tickets": keys.tickets,
     }
@@ -303,6 +320,7 @@ def patterns(prefix: str = DEFAULT_PREFIX) -> dict[str, str]:
     of_nodes = {
         name: getattr(nodes, name) for name, of in vars(NodesKeys).items() if isinstance(of, property)
     }
+    of_nodes["nodes_audit"] = of_nodes.pop("audit")
     return {
         "models": models_key(keys.prefix),
         "loading_models": loading_key(keys.prefix),

@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from carpool.settings import ConnectionSettings, read_settings
+from carpool_cli.operator_name import this_operator
 from carpool_cli.trial import end_trial
 from carpool_cli.unload import unload
 
@@ -34,5 +35,5 @@ def main(argv: Sequence[str]) -> int:
         settings.model,
         version,
         on_nodes=lambda store, trial: unload(settings, store, trial.model, trial.version),
-        otherwise=lambda traffic: traffic.roll_back(version),
+        otherwise=lambda traffic: traffic.roll_back(version, actor=this_operator()),
     )

@@ -10,6 +10,7 @@ from pydantic_settings import CliPositionalArg
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.store.traffic import Traffic
 from carpool.wire.traffic import parse_share
+from carpool_cli.operator_name import this_operator
 from carpool_cli.traffic import change_shares
 
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         if settings.none and settings.change:
             raise ValueError("--none: not together with VERSION=SHARE")
         if settings.none or settings.change:
-            traffic.set(_shares(settings.change))
+            traffic.set(_shares(settings.change), actor=this_operator())
         return traffic.shares()
 
     return change_shares("share", settings, settings.model, change)

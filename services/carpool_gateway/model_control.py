@@ -24,6 +24,7 @@ from carpool.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from carpool.wire.audit import Actor
 from carpool.wire.nodes import START_A_NODE, OutcomeState, Snapshot, Wanted, choose_version
 from carpool_gateway.answers import HttpError
 from carpool_gateway.catalog import Catalog
@@ -40,11 +41,12 @@ _Made = TypeVar("_Made")
 
 
 class _Written(NamedTuple):
-    """A load that was written. `has_share`: it gets only a share of the traffic."""
+    """A load that was written, by whom. `has_share`: it gets only a share of the traffic."""
 
     name: str
     generation: int
     has_share: bool
+    actor: Actor
 
 
 class ModelControl:
@@ -138,7 +140,7 @@ class ModelControl:
         if same is not None:
             version = same.version
             replicas = same.replicas + request.adds_replica
-            generation = await self._nodes.set_replicas(same, replicas)
+            generation = await self._nodes.set_replicas(same, replicas, actor=_actor(key))
         else:
             version = _version_of(snapshot, name, entry, request.version)
             generation = await self._nodes.load(
@@ -148,20 +150,22 @@ class ModelControl:
                 request.parameters,
                 request.replicas,
                 settings=request.settings,
+                actor=_actor(key),
                 declared_replicas=snapshot.declared_replicas(entry),
             )
         self._log.info("load requested", model=name, version=version, generation=generation, key=key.name)
-        return _Written(name, generation, has_share=same is not None and same.share is not None)
+        has_share = same is not None and same.share is not None
+        return _Written(name, generation, has_share, _actor(key))
 
     async def _wait_until_served(self, written: _Written) -> None:
         """Wait for what becomes of a load. Raises the error that it is for the client."""
-        name, generation, has_share = written
+        name, generation, has_share, actor = written
         end_s = time.monotonic() + self._timeout_s
         outcome = await self._outcomes.of_load(name, generation, end_s)
         self._catalog.forget(name)
         if outcome.state is OutcomeState.SERVING:
             if not has_share and (await self._nodes.snapshot()).trial(name) is None:
-                await self._nodes.end_shares(name)
+                await self._nodes.end_shares(name, actor=actor)
             return
         if outcome.state is OutcomeState.FAILED:
             raise InternalError(f"load failed for model '{name}': {outcome.reason}")
@@ -198,9 +202,9 @@ class ModelControl:
         snapshot = await self._nodes.snapshot()
         wanted = [one for one in snapshot.wanted if one.model == name and version in (None, one.version)]
         if wanted:
-            await self._nodes.unload(name, version)
+            await self._nodes.unload(name, version, actor=_actor(key))
             if snapshot.trial(name) in (None, *wanted):
-                await self._nodes.end_shares(name)
+                await self._nodes.end_shares(name, actor=_actor(key))
             self._log.info("unload requested", model=name, version=version, key=key.name)
         elif name not in _known_to_nodes(snapshot) and await self._is_ready(name):
             raise InvalidArgumentError(
@@ -212,7 +216,7 @@ class ModelControl:
         async with self._writing:
             before = _newest((await self._nodes.snapshot()).wanted, name)
             if before is not None and before.replicas > 1:
-                await self._nodes.set_replicas(before, before.replicas - 1)
+                await self._nodes.set_replicas(before, before.replicas - 1, actor=_actor(key))
                 self._log.info("replica taken away", model=name, replicas=before.replicas - 1, key=key.name)
             else:
                 await self._unload(name, None, key)
@@ -243,6 +247,11 @@ class ModelControl:
         registered = await self._catalog.index(names)
         rows = index_of(registered, await self._nodes.snapshot())
         return [row for row in rows if key.is_for(row.name)]
+
+
+def _actor(key: Key) -> Actor:
+    """Who holds a key, for the audit."""
+    return Actor(f"{key.tenant}/{key.name}" if key.tenant else key.name, "gateway")
 
 
 def _newest(wanted: Sequence[Wanted], name: str) -> Wanted | None:

@@ -8,8 +8,10 @@ from typing import Any
 from carpool.errors import InvalidArgumentError
 from carpool.keys import Keys, NodesKeys
 from carpool.store.connection import Script
-from carpool.store.directory import SETTLED_ENTRIES_MAX
-from carpool.store.nodes import FAIL, LOAD, UNLOAD
+from carpool.store.directory import CHANGE
+from carpool.store.nodes import FAIL, LOAD, UNLOAD, load_keys, unload_keys
+from carpool.store.traffic import change_shares
+from carpool.wire.audit import Actor
 from carpool.wire.nodes import (
     Outcome,
     Snapshot,
@@ -21,7 +23,7 @@ from carpool.wire.nodes import (
     outcome_of,
     snapshot_commands,
 )
-from carpool.wire.traffic import read_shares_command, tell_batcher_command
+from carpool.wire.traffic import read_shares_command
 from carpool_gateway.redis_calls import RedisCalls
 
 
@@ -59,11 +61,11 @@ class NodeCalls:
         share: int | None = None,
         settings: Mapping[str, str] | None = None,
         *,
+        actor: Actor,
         declared_replicas: int = 1,
     ) -> int:
         """A version of an entry is wanted under the name of a model. `declared_replicas`: by the entry.
         Returns the generation."""
-        keys = self._keys
         try:
             arguments = load_arguments(
                 model,
@@ -75,32 +77,28 @@ class NodeCalls:
                 settings,
                 declared_replicas=declared_replicas,
             )
-            reply = await self._run(
-                LOAD, [keys.wanted, keys.seats, keys.outcomes, keys.generation], arguments
-            )
+            reply = await self._run(LOAD, load_keys(self._keys), [*arguments, *actor.arguments])
             return decode_load(reply)
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from None
 
-    async def set_replicas(self, wanted: Wanted, replicas: int) -> int:
+    async def set_replicas(self, wanted: Wanted, replicas: int, *, actor: Actor) -> int:
         """So many replicas of what is wanted are wanted. Returns the generation."""
-        one = wanted
+        one, shared = wanted, (wanted.share, wanted.settings)
         return await self.load(
-            one.model, one.entry, one.version, one.parameters, replicas, one.share, one.settings
+            one.model, one.entry, one.version, one.parameters, replicas, *shared, actor=actor
         )
 
-    async def unload(self, model: str, version: str | None) -> None:
+    async def unload(self, model: str, version: str | None, *, actor: Actor) -> None:
         """A model, or this version of it, is wanted no more."""
-        keys = self._keys
-        await self._run(UNLOAD, [keys.wanted, keys.seats, keys.outcomes], [model, version or ""])
+        await self._run(UNLOAD, unload_keys(self._keys), [model, version or "", *actor.arguments])
 
-    async def end_shares(self, model: str) -> None:
+    async def end_shares(self, model: str, *, actor: Actor) -> None:
         """No version of a model has a share of its traffic any more."""
         keys = Keys(model, self._prefix)
-        shares = await self._calls.call(keys.shares, read_shares_command(keys))
-        if shares:
-            told = tell_batcher_command(keys, SETTLED_ENTRIES_MAX)
-            await self._calls.call_many(keys.shares, [("HDEL", keys.shares, *shares[::2]), told])
+        if await self._calls.call(keys.shares, read_shares_command(keys)):
+            script_keys, arguments = change_shares(keys, {}, actor=actor)
+            await self._run(CHANGE, script_keys, [str(argument) for argument in arguments])
 
     async def fail(self, model: str, generation: int, reason: str) -> None:
         """A generation that has not served in full is wanted no more; what it was to replace stays."""

@@ -97,8 +97,8 @@ class Source(ABC, Generic[Item, Store]):
     def start(self) -> list[Execution]:
         """Reclaim a batch if that is due and there is one; else ask for more."""
 
-    def hurry(self) -> None:
-        """From now on wait for a short time only."""
+    def hurry(self, *, is_hurried: bool = True) -> None:
+        """From now on wait for a short time only, or as before."""
 
     def finish(self) -> list[Item]:
         """What was asked for; nothing if there was none within the time that Redis waits."""
@@ -171,15 +171,15 @@ class Fetcher(Source[Execution, WorkerStore]):
         """`block_ms`: how long Redis waits for a batch, and how often batches of dead workers are looked for.
         None: half a second, and a few times in each lease."""
         super().__init__(member, store, Reclaimer(member, store, lease_ms, metrics, block_ms), register)
-        self._block_ms = block_ms or BLOCK_MS
+        self._usual_block_ms = self._block_ms = block_ms or BLOCK_MS
         self._asked_us = 0  # when the fetch was sent, by Redis's clock
 
     def start(self, count: int = 1, *, wait: bool = True) -> list[Execution]:
         """At most `count` are asked for; without `wait`, only those that are there."""
         return self._reclaim_or(partial(self._ask, count, self._block_ms if wait else None))
 
-    def hurry(self) -> None:
-        self._block_ms = HURRIED_BLOCK_MS
+    def hurry(self, *, is_hurried: bool = True) -> None:
+        self._block_ms = HURRIED_BLOCK_MS if is_hurried else self._usual_block_ms
 
     def _ask(self, count: int, block_ms: int | None) -> None:
         self._asked_us = self._store.clock.now_us()
@@ -196,3 +196,7 @@ class Fetcher(Source[Execution, WorkerStore]):
     def unloaded(self) -> list[tuple[str, int]]:
         """ID and epoch of the batches that were fetched, and that the next `start` returns."""
         return [(execution.batch.id, execution.batch.epoch) for execution in self._unloaded]
+
+    def forget_unloaded(self) -> None:
+        """Others have these batches now."""
+        self._unloaded = []

@@ -19,9 +19,11 @@ class Member:
         self.is_joined = is_joined
         self.can_be_revived = can_be_revived
         self.is_over = False
+        self.lost_leases = 0  # how often its lease had run out
         self.model_processes = 0  # live ones of this model, in all workers, at the last heartbeat; 0 before
 
     def lost_lease(self, name: str) -> None:
         """The lease under this name had run out: others take its owner for dead."""
+        self.lost_leases += 1
         if name == self.name and not self.can_be_revived:
             self.is_over = True

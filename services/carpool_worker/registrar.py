@@ -31,7 +31,7 @@ class Registrar:
     """For all loops of a worker: `register` is for any thread, `follow` for that of the heartbeat.
 
     `batch_size_max`: how many requests this worker's model takes at a time: as many as it declares, or more
-    if an operator says so, as of the last heartbeat.
+    if an operator says so, as of the last heartbeat. `is_drained`: whether an operator drains this worker.
     """
 
     def __init__(self, worker: str, declared: Registration) -> None:
@@ -39,6 +39,7 @@ class Registrar:
         self._declared = declared
         self._declared_size = int(declared[BATCH_SIZE])
         self.batch_size_max = self._declared_size
+        self.is_drained = False
         self._followed: Living | None = None  # whose declarations are in what is registered; None: unknown
         self._differing: dict[str, set[str]] = {}  # fields and their values, as logged last
         self._versions = set(versions_of([declared]))  # of the model, of living workers, as logged last
@@ -54,7 +55,7 @@ class Registrar:
         """If workers came or went since the last time, register what suits those that live now. What Redis
         refuses is tried again the next time: the leases of this worker must not depend on it."""
         try:
-            override = store.overridden(BATCH_SIZE)
+            override, self.is_drained = store.orders(BATCH_SIZE, self._worker)
             self.batch_size_max = max(self._declared_size, int(override) if override.isdecimal() else 0)
             living = store.declarations.living()
             if living != self._followed:

@@ -38,7 +38,8 @@ Item = TypeVar("Item")
 
 class ReplicaLoop(ABC, Generic[Item]):
     """Its loop calls `run_once`. The heartbeat's thread and the main thread use `member`, call `batches`,
-    `may_leave`, `drain`, `wait_until_drained`, `close`, and read how many slots there are.
+    `may_leave`, `drain`, `wait_until_drained`, `close`, `begin_drain`, `end_drain`, and read how many slots
+    there are.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         self._codec = codec
         self._source: Source[Item, Any] = source
         self._draining = False
+        self._is_set_aside = False  # an operator drains it, which may be undone
         self._fetches_last = False  # although it drains
         self._last_until_ms = 0  # as `fetch_last` was told
         self._drained = threading.Event()
@@ -281,6 +283,29 @@ class ReplicaLoop(ABC, Generic[Item]):
     def drain(self) -> None:
         """Fetch nothing more."""
         self._draining = True
+
+    @property
+    def _takes_no_more(self) -> bool:
+        """Whether it fetches nothing more, at least for now."""
+        return self._draining or self._is_set_aside
+
+    def begin_drain(self) -> None:
+        """An operator drains it: fetch nothing more, until `end_drain`."""
+        self._is_set_aside = True
+
+    def end_drain(self) -> None:
+        """The operator has undone that."""
+        self._fetches_last, self._last_until_ms = False, 0
+        self._source.hurry(is_hurried=False)
+        self._is_set_aside = False
+
+    def hand_over_to_others(self) -> None:
+        """An operator drains it, and other processes serve its model: they may go on with what it has."""
+
+    @property
+    def marks_its_drain(self) -> bool:
+        """Whether it tells the batcher itself that it drains."""
+        return False
 
     def fetch_last(self, until_ms: int) -> None:
         """Although it drains, fetch until there is nothing more, or until a batch comes that was dispatched

@@ -74,7 +74,7 @@ class SerialReplica(BatchReplica[Execution]):
         return True
 
     def _timeout_s(self) -> float:
-        if self._source.waiting or self._draining:
+        if self._source.waiting or self._takes_no_more:
             return WAIT_S
         return min(WAIT_S, max(0.0, self._fetch_at_s() - time.monotonic()))
 
@@ -84,7 +84,7 @@ class SerialReplica(BatchReplica[Execution]):
         """Ask for the next batch if that is due. Whether one was taken at once, from a dead worker."""
         if self._source.waiting or self._fetch_at_s() > time.monotonic():
             return False
-        if not self._draining:
+        if not self._takes_no_more:
             return self._fetch()
         if not self._is_to_fetch_last():
             return False

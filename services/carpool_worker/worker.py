@@ -43,6 +43,7 @@ from carpool.store.eviction import eviction_warning
 from carpool.store.link_errors import reason_of
 from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
+from carpool.wire.orders import encode_about
 from carpool.wire.registration import encode_registration, encode_settings_from
 from carpool_worker.batch_log import BatchLog
 from carpool_worker.batch_sources import Fetcher
@@ -59,6 +60,7 @@ from carpool_worker.memory import FamilyMemory, gpu_use
 from carpool_worker.meter import MemoryGauges, WorkerMetrics
 from carpool_worker.model_process.configuration import Configuration
 from carpool_worker.model_process.frames import Ready
+from carpool_worker.operator_drain import LAST_BATCH_MS, OperatorDrain
 from carpool_worker.process_handle import ModelLoadError, ProcessHandle
 from carpool_worker.registrar import Registrar
 from carpool_worker.replica_loop import AnyReplica
@@ -69,7 +71,6 @@ from carpool_worker.stepping.replica import FETCH_BLOCK_MS, StepReplica
 
 _DEFAULTS: Final = ModelSettings().as_text()
 MEMORY_TTL_MS: Final = 60_000
-LAST_BATCH_MS: Final = 1000  # after a drain began: batchers know of it long before
 BEAT_S_MAX: Final = 30.0  # no beat takes that long: the timeout of Redis calls is 5 s
 
 
@@ -120,6 +121,8 @@ class Worker:
         self._eviction_warning = ""
         self._waiting_for = "the model is loading"  # empty once everything is started
         self._draining = False
+        self._operator_drain = OperatorDrain(self._name)
+        self._about = ""  # for `carpool workers`
         self.failed = threading.Event()
         self._log = structlog.get_logger().bind(model=keys.model)
         self._batch_log = BatchLog(keys.model, self._name)
@@ -321,6 +324,11 @@ class Worker:
     def _follow_others(self, store: WorkerStore) -> None:
         self._registered_by.follow(store)
         self._limit_batches(self._registered_by)
+        is_ordered = self._registered_by.is_drained
+        try:
+            self._operator_drain.follow(self._replicas, store, is_ordered=is_ordered)
+        except CommandError as error:  # its leases must not depend on it
+            self._log.warning("order to drain not followed, retrying", reason=str(error))
 
     def _limit_batches(self, registrar: Registrar) -> None:
         for replica in self._replicas:
@@ -355,7 +363,13 @@ class Worker:
         """For `carpool top`. The leases of this worker must not depend on it."""
         told = [ProcessMemory(resident(), on_gpus()) for resident, on_gpus in self._memory]
         with contextlib.suppress(CommandError):  # Redis is full, or has older rules for this role
-            store.tell_memory(self._name, told, MEMORY_TTL_MS)
+            store.tell_memory(self._name, told, MEMORY_TTL_MS, self._about_itself())
+
+    def _about_itself(self) -> str:
+        if not self._about:  # it serves from now on
+            devices = [process.device for process in self._processes]
+            self._about = encode_about(self._clock.now_us() // 1000, self._lease_ms, devices)
+        return self._about
 
     @staticmethod
     def _memory_of(process: ProcessHandle) -> MemoryGauges:
@@ -398,6 +412,8 @@ class Worker:
             return ["draining"]
         if self._waiting_for:
             return [self._waiting_for]
+        if self._operator_drain.is_ordered:
+            return [f"an operator drains it; `carpool drain {self._name} --undo` ends that"]
         reasons = [
             f"{loop.name}: {reason_of(error, 'worker')}" for loop in self._loops() if (error := loop.failing)
         ]
@@ -479,3 +495,4 @@ class Worker:
         if self._registrar is not None:
             with contextlib.suppress(UnavailableError, CommandError):  # then others forget it
                 self._store.declarations.remove(self._name)
+                self._store.forget_order(self._name)

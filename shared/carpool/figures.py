@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from carpool.errors import UnavailableError
 from carpool.store.connection import CommandError
 from carpool.store.directory import Directory, ProcessMemory
+from carpool.wire.orders import Paused
 from carpool.wire.report import BatcherReport, SequencesReport, VersionReport
 
 INTERVAL_S: Final = 1.0
@@ -33,6 +34,7 @@ class ModelSample(NamedTuple):
     dead: int = 0  # dead letters
     loading: bool = False  # a worker loads it
     memory: Sequence[ProcessMemory] = ()  # of its processes, as far as their workers tell
+    paused: Paused | None = None  # by an operator
 
 
 Sample = Mapping[str, ModelSample]
@@ -120,6 +122,7 @@ class Figures(NamedTuple):
     loading: bool = False  # a worker loads it
     memory: Memory | None = None  # None: no worker tells
     versions: Mapping[str, VersionReport] = {}  # what workers of each did since the batcher became active
+    paused: Paused | None = None  # by an operator
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -137,6 +140,7 @@ class Figures(NamedTuple):
             "sequences": sequences,
             "versions": versions,
             "memory": None if self.memory is None else self.memory._asdict(),
+            "paused": None if self.paused is None else self.paused._asdict(),
         }
         return {**self._asdict(), **changed}
 
@@ -145,7 +149,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
     """The figures of a model. `before` is an earlier sample, the same one, or None."""
     known_without_report = Figures(
         model, now.batcher, now.model_processes, now.waiting_entries, now.oldest_s, now.batches_in_flight,
-        dead=now.dead, loading=now.loading, memory=_memory(now.memory),
+        dead=now.dead, loading=now.loading, memory=_memory(now.memory), paused=now.paused,
     )  # fmt: skip
     report = now.report if now.batcher else None
     if report is None:
@@ -299,6 +303,7 @@ def _sample_model(directory: Directory, model: str) -> ModelSample:
         overview.dead,
         overview.loading,
         overview.memory,
+        overview.paused,
     )
 
 

@@ -195,6 +195,22 @@ class Keys:
         more sequences; they leave then."""
         return self._of("draining")
 
+    @property
+    def drained(self) -> str:
+        """Hash: by the name of a worker that an operator drains, who does, and since when, as JSON
+        (`wire.orders`)."""
+        return self._of("drained")
+
+    @property
+    def paused(self) -> str:
+        """Hash: of a model that an operator has paused, how, why, who, and since when (`wire.orders`)."""
+        return self._of("paused")
+
+    @property
+    def audit(self) -> str:
+        """Stream, trimmed: what operators did to the model (`wire.audit`)."""
+        return self._of("audit")
+
     def progress(self, batch_id: str) -> str:
         """Hash that expires: which requests of a batch in flight were answered ahead of its commit, and how
         often each was started alone (see `answer.lua`); the chunks of a stepping model (see `step.lua`)."""
@@ -260,3 +276,8 @@ class NodesKeys:
     def outcomes(self) -> str:
         """Hash: by the number of a generation that is wanted no more, FAILED or GONE, and why."""
         return self._of("outcomes")
+
+    @property
+    def audit(self) -> str:
+        """Stream: what operators loaded, unloaded and removed, trimmed (`wire.audit`)."""
+        return self._of("audit")

@@ -141,14 +141,16 @@ SIMILARITY_MIN: Final = 0.85  # of a variable that nothing reads to the one that
 # What commands read beside the settings here: no mistake where another process finds it.
 OF_COMMANDS: Final = frozenset(
     (
-        "accept", "action", "alive", "all", "arrivals", "as_json", "body", "calls", "cancel", "change",
-        "content_type", "correlation_id", "cost", "data_dir", "enqueue", "expiration_ms", "field", "force",
+        "accept", "action", "alive", "all", "arrivals", "as_json", "before", "body", "calls", "cancel",
+        "change", "content_type", "correlation_id", "cost", "count", "data_dir", "enqueue", "expiration_ms",
+        "field", "force",
         "gateway", "gateway_port", "id", "ids", "in_flight", "intercept_ms", "keep", "lane", "latency_ms",
         "load", "newer_s", "noise", "none", "not_before", "older_s", "once", "output", "plot", "priority",
-        "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "reload", "requests",
+        "queries", "rate", "raw", "reason", "record", "redis", "redis_port", "refuse", "reload", "requests",
         "result_ttl", "rotate", "rounds", "seconds", "secrets", "seed", "sequence_end",
         "sequence_id", "sequence_index", "sequence_start", "share", "slope_ms", "status", "stream", "tenant",
-        "timeout", "timeout_s", "trip_ms", "trip_noise", "trip_slope_ms", "version", "wait", "workers",
+        "timeout", "timeout_s", "trip_ms", "trip_noise", "trip_slope_ms", "undo", "version", "wait",
+        "workers",
     )
 )  # fmt: skip
 

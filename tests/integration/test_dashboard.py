@@ -135,6 +135,7 @@ def test_dashboard_and_alerts_use_existing_metrics() -> None:
 
 # For each alert: series that make it fire, and similar ones that do not. The notation is promtool's, with one
 # value per minute.
+EVALUATED_LATER: Final = {"CarpoolPaused": "70m"}
 CASES: Final[dict[str, tuple[dict[str, str], dict[str, str]]]] = {
     "CarpoolNoActiveBatcher": (
         {'carpool_batcher_active{model="m"}': "0x9", 'carpool_batches_in_hand{model="m"}': "0x9"},
@@ -153,6 +154,10 @@ CASES: Final[dict[str, tuple[dict[str, str], dict[str, str]]]] = {
             'carpool_model_processes{model="m"}': "1x9",
             'carpool_batches_total{model="m",reason="full"}': "7x9",
         },
+    ),
+    "CarpoolPaused": (
+        {'carpool_paused{model="m"}': "1x80"},
+        {'carpool_paused{model="m"}': "1x9 0x70"},
     ),
     "CarpoolOldestRequestTooOld": (
         {'carpool_oldest_request_seconds{model="m"}': "10+60x9"},
@@ -228,7 +233,7 @@ def test_each_alert_fires_only_for_its_cause(tmp_path: Path) -> None:
                     "promql_expr_test": [
                         {
                             "expr": expression,
-                            "eval_time": "9m",
+                            "eval_time": EVALUATED_LATER.get(alert, "9m"),
                             "exp_samples": [{"labels": "{}", "value": 1}] if fires else [],
                         }
                     ],

@@ -7,15 +7,18 @@ from typing import Any, Final
 
 import pytest
 
-from carpool.keys import Keys
+from carpool.keys import Keys, NodesKeys
 from carpool.model_settings import ModelKind, ModelSettings
+from carpool.store.audit import recent_actions
 from carpool.store.connection import Link
 from carpool.store.removal import Removal, Removed, Use
 from carpool.store.worker import WorkerStore
 from carpool.wire.registration import encode_registration
 from carpool_cli.local.embedded import EmbeddedRedis
+from carpool_cli.operator_name import this_operator
 from support.batcher_loop import BatcherLoop
 from support.command import Done, carpool
+from support.operators import TESTER
 from support.redis_client import redis_at
 
 MODEL: Final = "old-1.0"  # the dot is no wildcard
@@ -55,7 +58,9 @@ def forget(embedded: EmbeddedRedis, *arguments: str) -> Done:
 
 
 def names(redis: Any) -> set[str]:
-    return {name.decode() for name in redis.scan_iter(count=1000)}
+    """All keys, but for the audit of what was removed."""
+    found = {name.decode() for name in redis.scan_iter(count=1000)}
+    return {name for name in found if not name.endswith(":{.nodes}:audit")}
 
 
 def test_everything_of_the_model_is_removed_and_nothing_else(
@@ -70,12 +75,18 @@ def test_everything_of_the_model_is_removed_and_nothing_else(
     for number in range(1200):
         redis.hset(KEYS.sequence(str(number)), "state", "x")
     redis.rpush(KEYS.result("r"), "unread")
+    redis.hset(KEYS.paused, mapping={"mode": "wait"})
+    redis.hset(KEYS.drained, mapping={"gone": "{}"})
+    redis.xadd(KEYS.audit, {"action": "pause"})
     done = forget(embedded, MODEL)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
-        f"{MODEL} is removed: 2 dead letters; 1,204 keys: batches, config, dead, model, sequence (1,200); "
-        "1 key with unread results left to expire\n"
+        f"{MODEL} is removed: 2 dead letters; 1,207 keys: audit, batches, config, dead, drained, model, "
+        "paused, sequence (1,200); 1 key with unread results left to expire\n"
     )
+    (action,) = recent_actions(link, NodesKeys(), 10)
+    assert action.action == "forget" and action.details["model"] == MODEL and action.details["dead"] == "2"
+    assert action.who == this_operator().who
     assert names(redis) - {KEYS.result("r")} == others
     assert redis.smembers("carpool:models") == {b"old-1x0"}
     again = forget(embedded, MODEL)
@@ -107,7 +118,7 @@ def test_request_that_arrives_between_the_look_and_the_removal_stays(
     redis: Any, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(link, MODEL)
-    removal, look = Removal(link, KEYS), Removal.use
+    removal, look = Removal(link, KEYS, TESTER), Removal.use
 
     def look_and_let_arrive(self: Removal) -> Use:
         use = look(self)
@@ -122,7 +133,7 @@ def test_request_that_arrives_between_the_look_and_the_removal_stays(
 def test_prefix_is_no_pattern(redis: Any, link: Link) -> None:
     redis.hset("a*[b]:{m}:model", "a", "b")
     redis.hset("axb:{m}:sequence:1", "a", "b")
-    removed = Removal(link, Keys("m", "a*[b]")).remove_if_unused()
+    removed = Removal(link, Keys("m", "a*[b]"), TESTER).remove_if_unused()
     assert isinstance(removed, Removed) and removed.keys == {"model": 1}
     assert names(redis) == {"axb:{m}:sequence:1"}
 
@@ -152,7 +163,7 @@ def test_batcher_drops_a_forgotten_model(
     served.run_until(lambda: MODEL in models and models[MODEL].active, "it is served")
     assert served.series()
     store.join("gone", 1)
-    assert isinstance(Removal(link, KEYS).remove(), Removed)
+    assert isinstance(Removal(link, KEYS, TESTER).remove(), Removed)
     served.run_until(lambda: not models, "it is dropped")
     assert served.series() == []
     assert not served.service._subscribed and not served.service._busy

@@ -16,6 +16,7 @@ from carpool_batcher import service as service_module
 from carpool_batcher import session as session_module
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
+from support.operators import TESTER
 from support.redis_client import redis_at
 from support.stack import Stack
 from support.waiting import wait_until
@@ -98,7 +99,7 @@ def test_idle_model_learns_of_a_changed_setting_at_once(
     bench.run_until(lambda: bench.active("m"), "it is active")
     bench.run_until_idle()
     monkeypatch.setattr(bench.service, "_next_idle_models", list)
-    Directory(bench.link, DEFAULT_PREFIX).configure("m", {"max_batch_size": "3"}, ())
+    Directory(bench.link, DEFAULT_PREFIX).configure("m", {"max_batch_size": "3"}, (), actor=TESTER)
     bench.run_until(lambda: bench.settings("m").max_batch_size == 3, "the override is applied")
 
 

@@ -15,6 +15,7 @@ from carpool.store.nodes import NodeStore
 from carpool.store.seats import SeatStore, SeatUpdate
 from carpool.wire.nodes import NodeReport, OutcomeState, SeatName, SeatState, Snapshot, Wanted
 from conftest import SERVERS
+from support.operators import TESTER
 from support.stack import Stack
 
 LEASE_MS: Final = 60_000
@@ -76,7 +77,7 @@ class House:
         return [wanted.generation for wanted in self.snapshot.wanted if not wanted.is_leaving]
 
     def load(self, version: str | None, replicas: int | None = None, share: int | None = None) -> int:
-        return self.operator.load("echo", version, {}, replicas, share)
+        return self.operator.load("echo", version, {}, replicas, share, actor=TESTER)
 
     def state(self, generation: int) -> OutcomeState:
         return self.operator.outcome("echo", generation).state
@@ -202,11 +203,11 @@ def test_share_is_served_beside_and_promoted_or_unloaded(house: House) -> None:
     second = house.load("2", share=10)
     house.hold("a", f"{second}/0")
     assert house.settle(second) and house.staying == [first, second]
-    assert house.operator.unload("echo", "2") == 1 and house.staying == [first]
+    assert house.operator.unload("echo", "2", actor=TESTER) == 1 and house.staying == [first]
     again = house.load("2", share=10)
     assert house.load("2") == again and house.wanted(again).replicas == 2
     assert house.staying == [again]  # all of the traffic is for it, once two serve
-    assert house.operator.unload("echo") == 2 and house.snapshot.wanted == []
+    assert house.operator.unload("echo", actor=TESTER) == 2 and house.snapshot.wanted == []
 
 
 def test_what_lacks_is_said(house: House) -> None:

@@ -26,6 +26,7 @@ from carpool.store.nodes import NodeStore
 from carpool.store.seats import SeatStore
 from carpool.wire.nodes import OutcomeState, Wanted
 from carpool_worker.node.node import Node
+from support.operators import TESTER
 from support.stack import Stack
 
 MODELS: Final = ("a", "b")
@@ -184,19 +185,19 @@ class Machine(RuleBasedStateMachine):
         if self._live():
             if replicas is not None:
                 self.served.pop(model, None)
-            self.operator.load(model, version, {}, replicas, None)
+            self.operator.load(model, version, {}, replicas, None, actor=TESTER)
 
     @rule(model=st.sampled_from(MODELS))
     def ask_to_unload(self, model: str) -> None:
         self.served.pop(model, None)
-        self.operator.unload(model)
+        self.operator.unload(model, actor=TESTER)
 
     @precondition(lambda self: self.served)
     @rule(data=st.data())
     def replace(self, data: st.DataObject) -> None:
         """What serves is replaced, perhaps by what cannot be loaded."""
         model = data.draw(st.sampled_from(sorted(self.served)))
-        self.operator.load(model, data.draw(VERSIONS), {}, None, None)
+        self.operator.load(model, data.draw(VERSIONS), {}, None, None, actor=TESTER)
         self.settle_down()
 
     @rule()

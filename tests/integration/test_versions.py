@@ -21,6 +21,7 @@ from carpool.wire.traffic import Division
 from support.command import carpool
 from support.http import call
 from support.models.stepping import text_of
+from support.operators import TESTER
 from support.stack import Service, Stack, frozen
 from support.waiting import wait_until
 
@@ -127,7 +128,7 @@ def test_shares_promotion_and_rollback_under_requests(stack: Stack, traffic: Tra
     for version in "12":
         start(stack, version)
     stack.wait_for_model(MODEL, workers=2)
-    traffic.set({"2": 20})
+    traffic.set({"2": 20}, actor=TESTER)
     division = Division({"2": 20}, "12")
     names = [f"id-{number}" for number in range(150)]
     expected = {name: division.version_of(name) for name in names}
@@ -145,11 +146,11 @@ def test_shares_promotion_and_rollback_under_requests(stack: Stack, traffic: Tra
 
     with Load(stack, asks=("",)) as load:
         load.wait_for()
-        traffic.promote()
+        traffic.promote(actor=TESTER)
         assert traffic.shares() == {"2": 100}
         wait_until(lambda: is_given(stack, Division({"2": 100}, "12")), description="version 2 has all of it")
         load.wait_for()
-        traffic.roll_back("2")
+        traffic.roll_back("2", actor=TESTER)
         wait_until(lambda: is_given(stack, Division({"2": 0}, "12")), description="version 1 has all of it")
         load.wait_for()
     assert set(versions_of(stack, list(load.sent)).values()) == {"1", "2"}
@@ -170,7 +171,7 @@ def test_the_last_worker_of_a_version_is_killed_with_batches_in_its_stream(
     start(stack, "1")
     other = start(stack, "3")
     stack.wait_for_model(MODEL, workers=2)
-    traffic.set({"3": 100})
+    traffic.set({"3": 100}, actor=TESTER)
     wait_until(lambda: is_given(stack, Division({"3": 100}, "13")), description="version 3 has all traffic")
     held = stack.send(MODEL, body='"hold 3"', correlation_id="held")
     asks = [stack.send(MODEL, body=str(number), version="3") for number in range(3)]
@@ -309,7 +310,7 @@ def test_a_version_loses_its_only_worker_that_drains(stack: Stack, traffic: Traf
     start(stack, "1")
     old = start(stack, "2")
     stack.wait_for_model(MODEL, workers=2)
-    traffic.set({"2": 100})
+    traffic.set({"2": 100}, actor=TESTER)
     wait_until(lambda: is_given(stack, Division({"2": 100}, "12")), description="version 2 has all traffic")
     with Load(stack, asks=("",)) as load:
         load.wait_for(60)

@@ -328,7 +328,7 @@ class SchedulerMachine(DecisionChecks):
             capacity = self.scheduler.capacity
             free_us = {settles_us - self.scheduler.learned.lead_us for settles_us, _ in capacity._executing}
             assert free_at_us is None or free_at_us in free_us
-        if free_at_us is not None:
+        if free_at_us is not None and self.paused is None:
             times_us += [max(free_at_us, self._ready_at_us(lane)) for lane in LANES if self._in_lane(lane)]
         if times_us:
             wake_us = self.scheduler.wake_at_us()

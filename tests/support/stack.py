@@ -41,6 +41,7 @@ from carpool.store.directory import Directory
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.child_forking import STARTER
 from support.forking import ForkedProcess, ForkServer
+from support.operators import TESTER
 from support.waiting import EVENTUALLY_S, wait_until
 from support.wire import envelopes
 
@@ -311,7 +312,7 @@ class Stack:
         )
         before = len(self.events("settings changed"))
         link = Link(self.url, name="configure")
-        Directory(link, DEFAULT_PREFIX).configure(model, values, ())
+        Directory(link, DEFAULT_PREFIX).configure(model, values, (), actor=TESTER)
         link.close()
         wait_until(lambda: len(self.events("settings changed")) > before, description=f"{values} take effect")
 

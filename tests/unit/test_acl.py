@@ -22,6 +22,7 @@ from carpool.store import (
     eviction,
     kept,
     nodes,
+    operations,
     reader,
     results,
     seats,
@@ -209,10 +210,10 @@ def test_selectors_give_each_command_its_own_keys() -> None:
 STORES: Final = {
     "producer": (kept,),
     "gateway": (kept,),
-    "control": (nodes,),  # beside what the role gateway has
+    "control": (nodes, directory),  # beside what the role gateway has
     "batcher": (batcher, reader, results, upkeep),
     "worker": (worker, steps, bound, seats, results, dead_letters),
-    "admin": (nodes,),
+    "admin": (nodes, directory, operations),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.settings import read_settings
 from carpool.store.directory import ModelOverview, ProcessMemory
+from carpool.wire.audit import Actor
 from carpool.wire.registration import encode_settings_from
 from carpool.wire.report import BatcherReport, Gauges
 from carpool_cli import config
@@ -46,7 +47,7 @@ class FakeDirectory:
     def settings(self, model: str) -> tuple[dict[str, str], dict[str, str]]:
         return self.registered, self.overrides
 
-    def configure(self, model: str, values: dict[str, str], removed: Sequence[str]) -> None:
+    def configure(self, model: str, values: dict[str, str], removed: Sequence[str], *, actor: Actor) -> None:
         self.configured.append((model, values, list(removed)))
 
 

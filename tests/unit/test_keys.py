@@ -32,6 +32,7 @@ def all_of(keys: Keys) -> list[str]:
 
 def test_keys_have_the_names_in_the_wire_contract() -> None:
     assert sorted(all_of(Keys("square"))) == [
+        "carpool:{square}:audit",
         "carpool:{square}:batcher",
         "carpool:{square}:batches",
         "carpool:{square}:batches:2",
@@ -40,11 +41,13 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
         "carpool:{square}:dead",
         "carpool:{square}:dead_dropped",
         "carpool:{square}:declared",
+        "carpool:{square}:drained",
         "carpool:{square}:draining",
         "carpool:{square}:inbox:p",
         "carpool:{square}:loading",
         "carpool:{square}:model",
         "carpool:{square}:order",
+        "carpool:{square}:paused",
         "carpool:{square}:progress:1-0",
         "carpool:{square}:replies:r",
         "carpool:{square}:requests",

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.keys import Keys
 from carpool.wire.traffic import (
     Division,
     check_shares,
@@ -16,20 +15,9 @@ from carpool.wire.traffic import (
     promoted,
     read_shares,
     rolled_back,
-    set_shares_commands,
 )
 
 NAMES = [f"order-{number}" for number in range(2000)]
-
-
-def test_shares_are_written_at_once_and_the_batcher_is_told() -> None:
-    commands = set_shares_commands(Keys("m"), {"2": 10}, 100)
-    assert commands[0] == ("MULTI",)
-    assert commands[-1] == ("EXEC",)
-    assert ("DEL", "carpool:{m}:shares") in commands
-    assert ("HSET", "carpool:{m}:shares", "2", 10) in commands
-    assert [command[:2] for command in commands if "XADD" in command] == [("XADD", "carpool:{m}:settled")]
-    assert not [command for command in set_shares_commands(Keys("m"), {}, 100) if "HSET" in command]
 
 
 @pytest.mark.parametrize(("text", "share"), [("10%", 10), ("0", 0), (" 100 %", 100)])

@@ -21,6 +21,7 @@ from carpool.client.aio import AsyncClient
 from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.store.connection import Link
 from carpool.store.directory import Directory
+from carpool.wire.audit import Actor
 from carpool.wire.report import BatcherReport
 from deadlines.flood import FLOODS, flood
 from deadlines.load import CAUSES, send
@@ -74,7 +75,9 @@ async def _do_on_stack(
     async with AsyncClient(url) as client:
         await until_served(client)
         for plan in plans:
-            Directory(link, DEFAULT_PREFIX).configure(MODEL, {"policy": plan.policy}, [])
+            Directory(link, DEFAULT_PREFIX).configure(
+                MODEL, {"policy": plan.policy}, [], actor=Actor("bench", "command")
+            )
             run = await _do(client, url, link, plan, seconds)
             progress.show(run)
             on_run(run)

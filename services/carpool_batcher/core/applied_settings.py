@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from carpool.messages.requests import PRIORITY_LEVELS
 from carpool.model_settings import ModelKind, ModelSettings
+from carpool_batcher.core.pause import Pause
 
 NO_LIMIT: Final = 1 << 62
 NO_WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({})
@@ -43,11 +44,13 @@ class AppliedSettings:
     only of priorities that have a limit of their own. `delayed_*`: the share of delayed requests.
     `served_late`: by priority, whether requests are served even after their deadline. `cancels_in_flight`:
     requests that are withdrawn in flight are answered at once: those of a stepping model, which has their
-    slots free then, and of one that executes several batches at a time, because it mostly waits.
+    slots free then, and of one that executes several batches at a time, because it mostly waits. `pause`: an
+    operator's; None without one.
     """
 
     def __init__(self, settings: ModelSettings, kind: ModelKind = ModelKind.PLAIN) -> None:
         self.usual_size = NO_LIMIT
+        self.pause: Pause | None = None
         self.update(settings, kind)
 
     def update(self, settings: ModelSettings, kind: ModelKind) -> None:

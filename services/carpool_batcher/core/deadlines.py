@@ -192,6 +192,8 @@ class Deadlines:
         detail = f"expired: still waiting {expiration_ms} ms after its arrival"
         if awaited:
             detail += f", for {awaited}"
+        elif self._applied.pause is not None:
+            detail += f"; {self._applied.pause.detail}"
         elif not self._capacity.processes:
             detail += NO_WORKER
         return [refusal(run, DEADLINE_EXCEEDED, "waiting", detail)]

@@ -48,6 +48,9 @@
    have shares of the traffic (`Queue.division`). Then each batch is for the processes of one version
    (`version_capacity`), and rules 1 to 3 hold for each version by itself. A batch that any may execute goes
    to the version with the least in flight. `versions` says when a version has been missing for too long.
+12. While an operator has paused the model there is no capacity: nothing is dispatched, and nothing is refused
+   early. All other rules hold, and what is in flight goes on. If the pause says so, requests that arrived
+   since are refused on arrival, unless they continue a sequence (`pause`).
 
 A request is in exactly one state: ARCHITECTURE.md, "The path of a request", shows which there are.
 """
@@ -59,7 +62,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, 
 from types import MappingProxyType
 from typing import Final
 
-from carpool.errors import INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED
+from carpool.errors import INVALID_ARGUMENT, NOT_FOUND, UNAVAILABLE, UNIMPLEMENTED
 from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Entry, Run, Withdrawal
 from carpool.messages.results import Refusal
@@ -72,12 +75,14 @@ from carpool_batcher.core.decisions import Abandon, Cancel, Decision, Expire, re
 from carpool_batcher.core.dispatchers import Dispatchers
 from carpool_batcher.core.in_flight import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.learned.learned import Learned
+from carpool_batcher.core.pause import Pause
 from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.core.sequences.processes import Processes
 from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.version_capacity import ModelCapacity
 from carpool_batcher.core.versions import Versions
+from carpool_batcher.core.waiting.lane import NEVER_US
 from carpool_batcher.core.waiting.queue import Division, Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, Withdrawn
 
@@ -156,6 +161,15 @@ class Scheduler:
     def custom_policy(self, policy: CustomPolicy | None) -> None:
         self._custom_policy = policy
         self._dispatchers.settings_changed(policy)
+
+    @property
+    def pause(self) -> Pause | None:
+        """An operator's pause of the model; None without one. It may change at any time."""
+        return self._applied.pause
+
+    @pause.setter
+    def pause(self, pause: Pause | None) -> None:
+        self._applied.pause = pause
 
     @property
     def kind(self) -> ModelKind:
@@ -305,6 +319,8 @@ class Scheduler:
             refused = self._refusal_of_sequence(run)
             if refused is not None:
                 return [refused] if self._applied.has_sequences else list(self._copies.answer_once(refused))
+        if self._applied.pause is not None and self._applied.pause.refuses(run):
+            return self._refuse_paused(run, self._applied.pause)
         if self.learned.producers:
             run.is_doubtful = self.learned.producers.is_doubtful(run.producer)
         refusals = self.queue.admit(run, now_us, self._copies.is_copy)
@@ -313,6 +329,14 @@ class Scheduler:
         if refusals and run.sequence is not None:
             self.sequences.refuse_arrival(run.sequence, run.correlation_ids[0])
         return refusals
+
+    def _refuse_paused(self, run: Run, pause: Pause) -> list[Refusal]:
+        """A run arrived while its model is paused, and is to be refused."""
+        refused = refusal(run, UNAVAILABLE, "paused", pause.detail)
+        if run.sequence is None:
+            return list(self._copies.answer_once(refused))
+        self.sequences.refuse_arrival(run.sequence, run.correlation_ids[0])
+        return [refused]
 
     def refuse_malformed(self, refused: Refusal) -> Iterable[Refusal]:
         """A request arrived that could not be decoded, or columns of several. Returns its Refusals: without
@@ -421,10 +445,14 @@ class Scheduler:
                 return decisions  # very many have expired: first all of these, so that none is dispatched
         if self._has_asked:
             decisions += self._refuse_missing(now_us)
+        is_paused = self._applied.pause is not None
         if not self._applied.has_sequences:
-            decisions += self._dispatchers.dispatch(now_us)
+            if not is_paused:
+                decisions += self._dispatchers.dispatch(now_us)
             return self._copies.answered_once(decisions) if decisions else decisions
         yield from self._decide_sequences(decisions, now_us)
+        if is_paused:
+            return decisions
         decisions += self._dispatchers.dispatch(now_us)
         yield from self._decide_sequences(decisions, now_us)  # requests may have been refused
         return decisions
@@ -466,8 +494,9 @@ class Scheduler:
 
     def wake_at_us(self) -> int | None:
         """When something could next be decided by time alone, as of the last `poll`; None: never."""
-        dispatch_us = self._dispatchers.wake_at_us(self._polled_us)
-        wake_us = earlier(self._deadlines.wake_at_us(), dispatch_us)
+        wake_us = self._deadlines.wake_at_us()
+        if self._applied.pause is None:
+            wake_us = earlier(wake_us, self._dispatchers.wake_at_us(self._polled_us))
         if self._has_asked:
             wake_us = earlier(wake_us, self.versions.refused_from_us(self._asked_versions(), self._polled_us))
         if self.queue.delayed.requests:
@@ -479,7 +508,9 @@ class Scheduler:
 
     def earliest_dispatch_us(self) -> int:
         """Before this no batch needs to be dispatched, whatever arrives, as of the last `poll`. NEVER_US: not
-        before one settles."""
+        before one settles, or the model is resumed."""
+        if self._applied.pause is not None:
+            return NEVER_US
         return self._dispatchers.earliest_dispatch_us(self._polled_us)
 
 

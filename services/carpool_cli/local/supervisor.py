@@ -41,6 +41,7 @@ from carpool.wire.nodes import OutcomeState
 from carpool.wire.registration import decode_inputs
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import HOST, EmbeddedRedis, EmbeddedRedisError, free_port, is_free
+from carpool_cli.operator_name import this_operator
 from carpool_worker.devices import devices, usable_cpus
 from carpool_worker.repository.repository import Repository
 from carpool_worker.served_models import ServedModel, served_models
@@ -486,7 +487,8 @@ class Supervisor:
             if not store.nodes():
                 return False
             if not entry.generation:
-                entry.generation = store.load(entry.model, None, {}, entry.processes, None)
+                wanted = entry.model, None, {}, entry.processes, None
+                entry.generation = store.load(*wanted, actor=this_operator())
             state, reason = store.outcome(entry.model, entry.generation)
         except ValueError as error:
             raise StartError(str(error)) from None

@@ -186,6 +186,8 @@ def _details(model: Figures, options: ConsoleOptions) -> Table:
 
 
 def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
+    if model.paused is not None:
+        yield "paused", [model.paused.describe()]
     if model.model_processes or not model.loading:
         yield from _missing(model)
     else:  # no batcher serves a model before a worker has registered it

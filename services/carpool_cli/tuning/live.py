@@ -47,6 +47,7 @@ class LiveModel(NamedTuple):
     # Size and execution time (us) of recently settled batches, the latest last.
     observed: list[tuple[int, int]]
     report: BatcherReport | None = None  # the latest one of its batcher
+    paused: str = ""  # since when, by whom and why; empty if it is not
 
 
 class Recording(NamedTuple):
@@ -119,6 +120,7 @@ def read_live_model(link: Link, prefix: str, model: str) -> LiveModel:
             if type(batch) is BatchSettled and batch.executed and batch.compute_us
         ][-_SETTLED_BATCHES:],
         BatcherReport.decode(link.call("GET", keys.report) or b""),
+        "" if snapshot.paused is None else snapshot.paused.describe(),
     )
 
 

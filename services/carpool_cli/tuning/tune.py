@@ -94,6 +94,8 @@ def _tune(settings: TuneSettings, screen: Screen) -> None:
     arrivals = traffic(settings.arrivals)
     with connected(settings, "tune") as link:
         live = read_live_model(link, settings.prefix, settings.model)
+    if live.paused and settings.body:
+        raise UnavailableModelError(f"{settings.model} is {live.paused}; `carpool resume` ends that")
     if not live.processes:
         raise UnavailableModelError(f"no model process of {settings.model} is running")
     max_size = max(live.registered.max_batch_size, live.settings.max_batch_size)

@@ -78,6 +78,7 @@ class BoundReplica(BatchReplica[Item]):
             self._end_life()
         self._commit_finished()
         self._send_example_if_due()
+        self._mark_if_due()
         if not self.member.is_joined and self.process.ready and not self._draining:
             self._join()
         if self._draining and self._has_drained():
@@ -216,6 +217,20 @@ class BoundReplica(BatchReplica[Item]):
         self.member.is_over = self._is_marked = False
 
     # --- draining ------------------------------------------------------------------------------------------
+
+    def _mark_if_due(self) -> None:
+        """Tell the batcher that an operator drains it, or does no more. Its sequences go on meanwhile."""
+        is_due = self._is_marked != self._is_set_aside and not self._draining
+        if is_due and self.member.is_joined and not self.member.is_over:
+            if self._is_set_aside:
+                self._store.drain(self.name)
+            else:
+                self._store.undrain(self.name)
+            self._is_marked = self._is_set_aside
+
+    @property
+    def marks_its_drain(self) -> bool:
+        return True
 
     def _has_drained(self) -> bool:
         """Whether nothing is left here: no other process could go on with its sequences.

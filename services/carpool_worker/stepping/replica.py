@@ -87,6 +87,7 @@ class StepReplica(ReplicaLoop[Execution]):
         self._steps = 0  # how many Steps were received
         self._asked = 0  # how many requests the last fetch asked for
         self._may_be_more = False  # it got as many
+        self._hands_over = False  # an operator drains it, and others serve the model
         self._writer = StepWriter(member, store, self._in_hand, metrics)
 
     # --- the loop ------------------------------------------------------------------------------------------
@@ -99,6 +100,8 @@ class StepReplica(ReplicaLoop[Execution]):
             self._hand_over()
             self._drained.set()
             return False
+        if self._hands_over and not self._source.waiting and self._in_hand:
+            self._hand_over()
         return True
 
     def _is_receiving(self) -> bool:
@@ -139,7 +142,7 @@ class StepReplica(ReplicaLoop[Execution]):
         slots = self.slots
         prefetched = prefetched_slots(slots)
         space = slots + prefetched - len(self._in_hand)
-        is_held = self._source.waiting or self._draining or self.succession.stops_fetching
+        is_held = self._source.waiting or self._takes_no_more or self.succession.stops_fetching
         if space > 0 and self.process.ready and not is_held:
             # Not more than a share, because other processes may have free slots, too.
             share = -(-space // self.member.model_processes) if self.member.model_processes else 0
@@ -383,9 +386,17 @@ class StepReplica(ReplicaLoop[Execution]):
         if batches:
             handed_over = self._store.hand_over(self.name, batches)
             self._log.info("requests handed over", replica=self.name, requests=handed_over)
-        self._in_hand.remove(self._in_hand)
+        self._source.forget_unloaded()
+        self._forget(list(self._in_hand))
 
     # --- for other threads ---------------------------------------------------------------------------------
+
+    def hand_over_to_others(self) -> None:
+        self._hands_over = not self._finishes
+
+    def end_drain(self) -> None:
+        self._hands_over = False
+        super().end_drain()
 
     def batches(self) -> list[tuple[str, int]]:
         """ID and epoch of each batch in hand: what the heartbeat renews."""

@@ -24,6 +24,9 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     unregistered     what Redis has of models that nobody registered
     declarations     what each worker declares, of which the registration is made
     dead_letters     requests that were given up: read, sent again, dropped
+    operations       what an operator does to a model that is served: pause, resume, drain a worker
+    workers          the workers of a model: what each has, and whether it drains
+    audit            what operators did
     traffic          shares of a model's traffic by version
     nodes            which models of repositories are wanted
     seats            which node has which model process of these

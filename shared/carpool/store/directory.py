@@ -1,6 +1,7 @@
 """For services and commands: which models are registered, and their state.
 
-All of it only reads, except `Directory.configure`, which writes an operator's overrides (`carpool config`).
+All of it only reads, except `Directory.configure`, which writes an operator's overrides (`carpool config`),
+and CHANGE, by which operators change a hash of a model.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any, Final, NamedTuple
 from carpool.clock import RedisClock
 from carpool.keys import Keys, loading_key, models_key
 from carpool.process_names import worker_of
-from carpool.store.connection import Argument, CommandError, Link
+from carpool.store.connection import Argument, CommandError, Link, Script
+from carpool.wire.audit import Actor
+from carpool.wire.orders import Paused, read_paused
 from carpool.wire.requests import arrival_of
 from carpool.wire.traffic import read_shares
 
 SETTLED_ENTRIES_MAX: Final = 10_000
+CHANGE: Final = Script("operator/change", after=("operator/audit",))
 
 
 class ModelSnapshot(NamedTuple):
@@ -32,6 +36,7 @@ class ModelSnapshot(NamedTuple):
     draining: Sequence[str] = ()  # model processes that take no more batches, or begin no more sequences
     versions: Sequence[str] = ()  # of the model, that have batch streams of their own
     shares: Mapping[str, int] = MappingProxyType({})  # of the traffic, by version, in per cent
+    paused: Paused | None = None  # by an operator
 
 
 class ProcessMemory(NamedTuple):
@@ -53,6 +58,7 @@ class ModelOverview(NamedTuple):
     dead: int
     loading: bool = False  # a worker loads it
     memory: Sequence[ProcessMemory] = ()  # of its processes, as far as their workers tell
+    paused: Paused | None = None  # by an operator
 
 
 class Directory:
@@ -79,25 +85,27 @@ class Directory:
             ("XLEN", keys.dead),
             ("EXISTS", keys.loading),
             ("SMEMBERS", keys.versions),
+            ("HGETALL", keys.paused),
         )
-        *replies, versions = replies
+        *replies, versions, paused = replies
         time_reply, waiting, in_flight, workers, batcher, report, dead, loading = no_errors(replies)
         if not isinstance(versions, CommandError):  # rules of another version for this role
             in_flight += in_streams_of_versions(self._link, keys, [one.decode() for one in versions])
         at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
         names = alive(workers, at_us // 1000)
         memory = self._memory(keys, names) if names else ()
+        is_read = not isinstance(paused, CommandError)
         return ModelOverview(
-            at_us, waiting, in_flight, len(names), bool(batcher), report, dead, bool(loading), memory
-        )
+            at_us, waiting, in_flight, len(names), bool(batcher), report, dead, bool(loading), memory,
+            read_paused(texts(paused)) if is_read else None,
+        )  # fmt: skip
 
     def _memory(self, keys: Keys, processes: Sequence[str]) -> Sequence[ProcessMemory]:
         """What the workers of these processes tell; nothing if that may not be read."""
         workers = dict.fromkeys(map(worker_of, processes))
         try:
             told = no_errors(self._link.call_many(*[("HGETALL", keys.memory(worker)) for worker in workers]))
-            pairs = [text.split() for flat in told for text in texts(flat).values()]
-            return [ProcessMemory(int(resident), int(on_gpus)) for resident, on_gpus in pairs]
+            return [one for flat in told for one in read_memory(texts(flat)).values()]
         except (CommandError, ValueError):  # permissions, or a value, of another version
             return ()
 
@@ -118,23 +126,17 @@ class Directory:
         registration, overrides = map(texts, no_errors(replies))
         return registration, overrides
 
-    def configure(self, model: str, values: Mapping[str, str], removed: Sequence[str]) -> None:
+    def configure(
+        self, model: str, values: Mapping[str, str], removed: Sequence[str], *, actor: Actor
+    ) -> None:
         """Override registered settings by `values`, and remove the overrides of the settings in `removed`.
 
-        The batcher learns of it from `settled`.
+        The batcher learns of it from `settled`, and `actor` stands in the audit.
         """
         keys = Keys(model, self._prefix)
-        commands: list[tuple[Argument, ...]] = [("MULTI",)]
-        if values:
-            commands.append(("HSET", keys.overrides, *(part for pair in values.items() for part in pair)))
-        if removed:
-            commands.append(("HDEL", keys.overrides, *removed))
         changed = " ".join((*values, *removed))
-        commands.append(
-            ("XADD", keys.settled, "MAXLEN", "~", SETTLED_ENTRIES_MAX, "*", "config", changed, "size", 0)
-        )
-        *_, executed = no_errors(self._link.call_many(*commands, ("EXEC",)))
-        no_errors(executed)
+        args = change_arguments(changed, actor, "config", values, removed)
+        self._link.run(CHANGE, [keys.overrides, keys.settled, keys.audit], args)
 
     def oldest_arrival_us(self, model: str) -> int | None:
         """When the oldest waiting request of a model arrived."""
@@ -147,6 +149,31 @@ class Directory:
     def close(self) -> None:
         """Close the connection."""
         self._link.close()
+
+
+def change_arguments(
+    told: str,
+    actor: Actor,
+    action: str,
+    values: Mapping[str, str],
+    removed: Sequence[str] = (),
+    *,
+    removes_others: bool = False,
+) -> list[Argument]:
+    """The arguments of CHANGE, whose keys are the hash, `settled` and the audit. `told`: in `settled`."""
+    set_to = [part for pair in values.items() for part in pair]
+    others = "1" if removes_others else ""
+    return [
+        told, SETTLED_ENTRIES_MAX, *actor.arguments, action, others, len(removed), *removed, *set_to,
+    ]  # fmt: skip
+
+
+def read_memory(told: Mapping[str, str]) -> dict[int, ProcessMemory]:
+    """What a worker tells its processes take, by their numbers. Raises ValueError."""
+    pairs = {int(number): text.split() for number, text in told.items() if number != "about"}
+    return {
+        number: ProcessMemory(int(resident), int(on_gpus)) for number, (resident, on_gpus) in pairs.items()
+    }
 
 
 def in_streams_of_versions(link: Link, keys: Keys, versions: Sequence[str]) -> int:
@@ -178,12 +205,15 @@ def snapshot_commands(keys: Keys) -> dict[str, tuple[Argument, ...]]:
         "draining": ("SMEMBERS", keys.draining),
         "versions": ("SMEMBERS", keys.versions),
         "shares": ("HGETALL", keys.shares),
+        "paused": ("HGETALL", keys.paused),
     }
 
 
 # Where a user made one of these keys another type: results are not in order (lua/ordering/README.md), no
-# process drains, and versions share the traffic as they come.
-_OF_WRONG_TYPE: Final[Mapping[str, Any]] = {"order": 0, "draining": (), "versions": (), "shares": ()}
+# process drains, versions share the traffic as they come, and nothing is paused.
+_OF_WRONG_TYPE: Final[Mapping[str, Any]] = {
+    "order": 0, "draining": (), "versions": (), "shares": (), "paused": (),
+}  # fmt: skip
 
 
 def read_snapshot(replies: Mapping[str, Any], now_ms: int) -> ModelSnapshot | CommandError:
@@ -204,6 +234,7 @@ def read_snapshot(replies: Mapping[str, Any], now_ms: int) -> ModelSnapshot | Co
         draining=[process.decode() for process in read["draining"]],
         versions=sorted([version.decode() for version in read["versions"]]),
         shares=read_shares(texts(read["shares"])) if read["shares"] else {},
+        paused=read_paused(texts(read["paused"])) if read["paused"] else None,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Final
 from carpool.keys import DEFAULT_PREFIX, NodesKeys
 from carpool.store.connection import Link, Script
 from carpool.store.directory import no_errors
+from carpool.wire.audit import Actor
 from carpool.wire.nodes import (
     NodeReport,
     Outcome,
@@ -26,9 +27,19 @@ from carpool.wire.nodes import (
 )
 
 _RECORDS: Final = ("nodes/generations",)
-LOAD: Final = Script("nodes/load", after=_RECORDS)
-UNLOAD: Final = Script("nodes/unload", after=_RECORDS)
+LOAD: Final = Script("nodes/load", after=("operator/audit", *_RECORDS))
+UNLOAD: Final = Script("nodes/unload", after=("operator/audit", *_RECORDS))
 FAIL: Final = Script("nodes/fail", after=_RECORDS)
+
+
+def load_keys(keys: NodesKeys) -> list[str]:
+    """The keys of LOAD."""
+    return [keys.wanted, keys.seats, keys.outcomes, keys.generation, keys.audit]
+
+
+def unload_keys(keys: NodesKeys) -> list[str]:
+    """The keys of UNLOAD."""
+    return [keys.wanted, keys.seats, keys.outcomes, keys.audit]
 
 
 class NodeStore:
@@ -49,6 +60,7 @@ class NodeStore:
         replicas: int | None,
         share: int | None,
         *,
+        actor: Actor,
         entry: str | None = None,
         settings: Mapping[str, str] | None = None,
     ) -> int:
@@ -57,7 +69,8 @@ class NodeStore:
         `version`: None for the newest. `replicas`: None for as many as before, or as the entry declares, or 1
         for a version with a share. `share`: per cent of the traffic; None for all of it, in place of the
         other versions. `entry`: its name in repositories, if that is another one. `settings`: of the model,
-        in place of its own. The same again is the same generation. Raises ValueError, a sentence.
+        in place of its own. `actor`: for the audit. The same again is the same generation. Raises ValueError,
+        a sentence.
         """
         entry = entry or model
         snapshot = self.snapshot()
@@ -65,14 +78,13 @@ class NodeStore:
         args = load_arguments(
             model, entry, chosen, parameters, replicas, share, settings, declared_replicas=declared
         )
-        keys = self._keys
-        reply = self._link.run(LOAD, [keys.wanted, keys.seats, keys.outcomes, keys.generation], args)
+        reply = self._link.run(LOAD, load_keys(self._keys), [*args, *actor.arguments])
         return decode_load(reply)
 
-    def unload(self, model: str, version: str | None = None) -> int:
+    def unload(self, model: str, version: str | None = None, *, actor: Actor) -> int:
         """A model, or one version of it, is wanted no more. Returns how many generations were."""
-        keys = self._keys
-        return int(self._link.run(UNLOAD, [keys.wanted, keys.seats, keys.outcomes], [model, version or ""]))
+        args = [model, version or "", *actor.arguments]
+        return int(self._link.run(UNLOAD, unload_keys(self._keys), args))
 
     def fail(self, model: str, generation: int, reason: str) -> bool:
         """A generation cannot be loaded, or is not waited for any longer; what served before it stays.

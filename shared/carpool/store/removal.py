@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from carpool.clock import RedisClock
-from carpool.keys import Keys, models_key
+from carpool.keys import Keys, NodesKeys, models_key
 from carpool.store.connection import Argument, Link
 from carpool.store.directory import in_streams_of_versions, no_errors, take_snapshot
+from carpool.wire.audit import Actor, append_command
 
 _SCANNED: Final = 1000  # keys of Redis that one SCAN looks at
 _DELETED: Final = 500  # keys in one DEL
@@ -47,11 +48,16 @@ class Removed(NamedTuple):
 
 
 class Removal:
-    """Of one model. All methods raise LinkError and CommandError."""
+    """Of one model, by this actor. All methods raise LinkError and CommandError.
 
-    def __init__(self, link: Link, keys: Keys) -> None:
+    The audit of the model is removed with it. That it was removed stands in the audit of the nodes, which may
+    be on another node of a cluster, and is written when all is done.
+    """
+
+    def __init__(self, link: Link, keys: Keys, actor: Actor) -> None:
         self._link = link
         self._keys = keys
+        self._actor = actor
 
     def use(self) -> Use:
         """What uses the model now."""
@@ -118,7 +124,17 @@ class Removal:
                 to_delete.append(key)
         for start in range(0, len(to_delete), _DELETED):
             self._link.call("DEL", *to_delete[start : start + _DELETED])
-        return removed._replace(was_registered=bool(was_registered), keys=dict(counts), unread=unread)
+        removed = removed._replace(was_registered=bool(was_registered), keys=dict(counts), unread=unread)
+        if removed.was_registered or removed.keys:
+            self._tell(removed)
+        return removed
+
+    def _tell(self, removed: Removed) -> None:
+        """Write to the audit what was removed."""
+        audit = NodesKeys(self._keys.prefix).audit
+        entries = {name: str(number) for name, number in removed.entries.items()}
+        details = {"model": self._keys.model, "keys": str(sum(removed.keys.values())), **entries}
+        self._link.call_at(audit, *append_command(audit, self._actor, "forget", details))
 
     def _scan(self) -> set[bytes]:
         """All keys of the model. O(keys of Redis)."""

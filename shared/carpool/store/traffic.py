@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from carpool.keys import Keys
-from carpool.store.connection import Link
-from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors, texts
+from carpool.store.connection import Argument, Link
+from carpool.store.directory import CHANGE, change_arguments, texts
+from carpool.wire.audit import Actor
 from carpool.wire.traffic import (
     Shares,
+    check_shares,
     promoted,
     read_shares,
     read_shares_command,
     rolled_back,
-    set_shares_commands,
 )
+
+
+def change_shares(
+    keys: Keys, shares: Shares, *, actor: Actor, action: str = "share"
+) -> tuple[list[str], list[Argument]]:
+    """Keys and arguments of the script CHANGE that replaces all shares, and has the batcher look at once.
+    Raises ValueError."""
+    check_shares(shares)
+    values = {version: str(share) for version, share in shares.items()}
+    args = change_arguments("shares", actor, action, values, removes_others=True)
+    return [keys.shares, keys.settled, keys.audit], args
 
 
 class Traffic:
@@ -28,23 +38,20 @@ class Traffic:
         """Per cents by version; empty if none has a share."""
         return read_shares(texts(self._link.call(*read_shares_command(self._keys))))
 
-    def set(self, shares: Shares) -> None:
+    def set(self, shares: Shares, *, actor: Actor, action: str = "share") -> None:
         """Replace all shares. Batchers learn of it at once. Raises ValueError."""
-        commands = set_shares_commands(self._keys, shares, SETTLED_ENTRIES_MAX)
-        *_, executed = no_errors(self._link.call_many(*commands))
-        replies: list[Any] = executed
-        no_errors(replies)
+        self._link.run(CHANGE, *change_shares(self._keys, shares, actor=actor, action=action))
 
-    def promote(self, version: str | None = None) -> dict[str, int]:
+    def promote(self, version: str | None = None, *, actor: Actor) -> dict[str, int]:
         """Give all traffic to a version: by default the only one with a share. Returns the shares. Raises
         ValueError."""
         shares = promoted(self.shares(), version)
-        self.set(shares)
+        self.set(shares, actor=actor, action="promote")
         return shares
 
-    def roll_back(self, version: str | None = None) -> dict[str, int]:
+    def roll_back(self, version: str | None = None, *, actor: Actor) -> dict[str, int]:
         """Give no traffic to a version: by default the only one with a share. Returns the shares. Raises
         ValueError."""
         shares = rolled_back(self.shares(), version)
-        self.set(shares)
+        self.set(shares, actor=actor, action="rollback")
         return shares

@@ -36,6 +36,7 @@ from carpool.wire.registration import OPTIONAL_FIELDS
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence", "statistics"))
 _DRAIN: Final = Script("drain")
+_UNDRAIN: Final = Script("undrain")
 _RENEW: Final = Script("renew", after=("ownership",))
 _RECLAIM: Final = Script("reclaim")
 _JOIN: Final = Script("join")
@@ -102,6 +103,14 @@ class Renewal(NamedTuple):
     lost: set[str]
 
 
+class Orders(NamedTuple):
+    """What an operator says: the override of a setting, as text, empty without one; and whether this worker
+    is to drain."""
+
+    override: str
+    is_drained: bool
+
+
 class WorkerStore:
     """A worker's connection to one model. Not for two threads: each loop has a store of its own."""
 
@@ -153,10 +162,18 @@ class WorkerStore:
             "XADD", self.keys.settled, "MAXLEN", "~", SETTLED_ENTRIES_MAX, "*", "worker", worker, "size", 0
         )
 
-    def overridden(self, setting: str) -> str:
-        """The operator's override of a setting, as text; empty without one."""
-        text = self._link.call("HGET", self.keys.overrides, setting)
-        return "" if text is None else str(text.decode("utf-8", "replace"))
+    def orders(self, setting: str, worker: str) -> Orders:
+        """What an operator says of a setting, and of this worker, in one round trip. Raises CommandError."""
+        override, drained = self._link.call_many(
+            ("HGET", self.keys.overrides, setting), ("HGET", self.keys.drained, worker)
+        )
+        no_errors([override])
+        text = "" if override is None else str(override.decode("utf-8", "replace"))
+        return Orders(text, type(drained) is bytes)  # an error: rules of another version for this role
+
+    def forget_order(self, worker: str) -> None:
+        """This worker ends: an operator need not drain it any more."""
+        self._link.call("HDEL", self.keys.drained, worker)
 
     def join(self, consumer: str, lease_ms: int) -> None:
         """A model process is ready for batches."""
@@ -173,6 +190,11 @@ class WorkerStore:
         it has finished what it has. Returns how many others live and do not drain."""
         keys = [self.keys.draining, self.keys.settled, self.keys.workers]
         return int(self._link.run(_DRAIN, keys, [consumer, SETTLED_ENTRIES_MAX]))
+
+    def undrain(self, consumer: str) -> None:
+        """A model process that drained takes batches again, or of a bound model begins sequences."""
+        keys = [self.keys.draining, self.keys.settled]
+        self._link.run(_UNDRAIN, keys, [consumer, SETTLED_ENTRIES_MAX])
 
     def start_fetch(self, consumer: str, block_ms: int | None, count: int = 1) -> None:
         """Ask for the next batches, at most `count` of any version and as many of the worker's own, for which
@@ -279,10 +301,13 @@ class WorkerStore:
         registered, had_lease, live, *lost = self._link.run(_RENEW, keys, args)
         return Renewal(bool(registered), bool(had_lease), live, {batch_id.decode() for batch_id in lost})
 
-    def tell_memory(self, worker: str, processes: Sequence[ProcessMemory], ttl_ms: int) -> None:
-        """Tell what the model processes of this worker take. It is forgotten after `ttl_ms`."""
+    def tell_memory(
+        self, worker: str, processes: Sequence[ProcessMemory], ttl_ms: int, about: str = ""
+    ) -> None:
+        """Tell what the model processes of this worker take, and what else is to be known `about` it
+        (`wire.orders`). It is forgotten after `ttl_ms`."""
         key = self.keys.memory(worker)
-        told: list[Argument] = []
+        told: list[Argument] = ["about", about] if about else []
         for number, (resident, on_gpus) in enumerate(processes):
             told += [number, f"{resident} {on_gpus}"]
         no_errors(self._link.call_many(("HSET", key, *told), ("PEXPIRE", key, ttl_ms)))

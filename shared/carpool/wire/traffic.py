@@ -70,23 +70,6 @@ def read_shares_command(keys: Keys) -> Command:
     return "HGETALL", keys.shares
 
 
-def set_shares_commands(keys: Keys, shares: Shares, settled_entries_max: int) -> list[Command]:
-    """The commands, one after the other, that replace all shares, and have the batcher look at once. Without
-    any the hash is removed. Raises ValueError."""
-    check_shares(shares)
-    fields: list[str | int] = [part for pair in shares.items() for part in pair]
-    write: list[Command] = [("HSET", keys.shares, *fields)] if fields else []
-    told = tell_batcher_command(keys, settled_entries_max)
-    return [("MULTI",), ("DEL", keys.shares), *write, told, ("EXEC",)]
-
-
-def tell_batcher_command(keys: Keys, settled_entries_max: int) -> Command:
-    """The command that has the batcher look at the shares at once."""
-    return (
-        "XADD", keys.settled, "MAXLEN", "~", settled_entries_max, "*", "config", "shares", "size", 0,
-    )  # fmt: skip
-
-
 def chosen(shares: Shares, version: str | None) -> str:
     """The version that `promote` and `rollback` are about: the given one, or the only one with a share.
     Raises ValueError."""

@@ -11,6 +11,7 @@ from carpool.messages.requests import Entry, Run
 from carpool.messages.results import Refusal
 from carpool.rows import Bodies, Rows, StoredBody
 from carpool_batcher.core import applied_settings
+from carpool_batcher.core.pause import Pause
 from carpool_batcher.core.scheduler import Decision, Dispatch, Scheduler
 from carpool_batcher.core.waiting.lane_index import Claim, Gate
 from carpool_batcher.core.waiting.withdrawals import PAUSE_US
@@ -26,6 +27,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
     scheduler: Scheduler
     custom: bool  # whether it has a custom policy
+    paused: Pause | None = None
 
     def __init__(self) -> None:
         super().__init__()

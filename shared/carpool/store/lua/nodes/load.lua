@@ -2,10 +2,10 @@
 -- other replicas or another share; else it is a new one. Without a share it replaces all others of the model, which
 -- leave once it serves in full; if it is what serves already, one that has a share stays beside it.
 --
--- KEYS  1 wanted  2 seats  3 outcomes  4 generation
+-- KEYS  1 wanted  2 seats  3 outcomes  4 generation  5 audit
 -- ARGV  1 model   2 entry  3 version   4 parameters  5 replicas, empty: as many as before, or as declared
 --       6 share, empty: all of the traffic           7 how many outcomes are kept  8 settings
---       9 replicas that the entry declares
+--       9 replicas that the entry declares          10 who 11 by which way  12 maximum length of the audit
 -- Returns the generation; or a sentence that says why it cannot be. O(replicas of the model).
 -- GRANT admin,control outcomes hdel
 -- GRANT admin,control generation incr
@@ -25,6 +25,8 @@ if share and (not main or main.version == version) then
     or 'nothing serves the rest of the traffic: load a version without a share first'
 end
 
+local replicas_before, share_before = found and found.replicas, found and found.share
+local is_changed = not found or found.leaving
 if found then
   if replicas then
     found.replicas = replicas
@@ -56,4 +58,17 @@ elseif found ~= main then
   leave(KEYS[2], KEYS[3], generations, found, reason)
 end
 write_generations(KEYS[1], model, generations)
+if is_changed or found.replicas ~= replicas_before or found.share ~= share_before then
+  local details = {
+    model = model, version = version, entry = entry, generation = tostring(found.generation),
+    replicas = tostring(found.replicas), share = found.share and found.share .. '%' or 'all',
+  }
+  if replicas_before and replicas_before ~= found.replicas then
+    details.replicas = of_change(tostring(replicas_before), details.replicas)
+  end
+  if share_before ~= found.share and replicas_before then
+    details.share = of_change(share_before and share_before .. '%' or 'all', details.share)
+  end
+  write_audit(KEYS[5], { ARGV[10], ARGV[11], ARGV[12] }, 'load', details)
+end
 return found.generation
