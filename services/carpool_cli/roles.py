@@ -139,6 +139,7 @@ _GATEWAY: Final = _grants(
     *_ENQUEUE,
     Grant("the script keep, by its source", "eval", "requests kept replies body"),
     Grant("read an operator's overrides of settings", "hgetall", "config"),
+    Grant("see whether an operator has paused a model", "hget", "paused"),
     Grant("read what became of a model's requests", "hgetall", "statistics"),
     *_NODES,
 )

@@ -15,6 +15,7 @@ from carpool.client.lookup import ModelLookup
 from carpool.errors import CarpoolError, InternalError, NotFoundError
 from carpool.keys import Keys
 from carpool.shown import trace_of
+from carpool.wire.orders import REFUSE
 from carpool.wire.statistics import ModelStatistics
 from carpool_gateway.oip.documents import LOADING, READY, UNAVAILABLE, IndexEntry, unknown_model
 from carpool_gateway.oip.models import OfferedModel
@@ -104,10 +105,15 @@ class Catalog:
         return model
 
     async def is_ready(self, name: str) -> bool:
-        """Whether a registered model has a process. Raises as `model` does."""
+        """Whether a registered model has a process, and is not paused so that requests are refused. Raises as
+        `model` does."""
         await self.model(name)
         keys = Keys(name, self._prefix)
-        return await self._lookup.has_process(keys)
+        return await self._lookup.has_process(keys) and not await self._refuses(keys)
+
+    async def _refuses(self, keys: Keys) -> bool:
+        """Whether an operator has paused a model so that its requests are refused."""
+        return bool(await self._call("HGET", keys.paused, "mode") == REFUSE.encode())
 
     async def statistics(self, name: str) -> ModelStatistics:
         """What became of the requests of a registered model, as all gateways tell it. Raises as `model`
@@ -153,6 +159,8 @@ class Catalog:
         if is_ready:
             return IndexEntry(name, READY, version=version)
         keys = Keys(name, self._prefix)
+        if await self._refuses(keys):
+            return IndexEntry(name, UNAVAILABLE, "an operator has paused it", version)
         if await self._lookup.is_loading(keys):
             return IndexEntry(name, LOADING, "a worker is loading it", version)
         return IndexEntry(name, UNAVAILABLE, "no worker serves it now", version)

@@ -106,7 +106,7 @@ class PermissionDeniedError(CarpoolError, PermissionError):
 
 
 class UnavailableError(CarpoolError, ConnectionError):
-    """Redis could not be reached, or the client was closed."""
+    """Redis could not be reached, the client was closed, or an operator has paused the model."""
 
     status = UNAVAILABLE
 
