@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from pydantic import Field
@@ -14,15 +14,16 @@ from carpool.clock import RedisClock
 from carpool.errors import CANCELLED
 from carpool.keys import Keys
 from carpool.model_settings import ModelKind
+from carpool.process_names import worker_of
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable, printable_json
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.declarations import Declarations
-from carpool.store.directory import Directory, in_streams_of_versions, take_snapshot
+from carpool.store.directory import Directory, in_streams_of_versions, take_snapshot, texts
 from carpool.store.eviction import eviction_warning
 from carpool.store.unregistered import Unserved, find_unregistered
-from carpool.wire.orders import Paused
+from carpool.wire.orders import DrainOrder, Paused, read_drain_order
 from carpool.wire.registration import (
     Registration,
     decode_parameters,
@@ -53,7 +54,7 @@ class ModelsSettings(ConnectionSettings):
     oldest      age of the entry that has waited longest, also if it is delayed
     in flight   batches dispatched and not settled
     processes   model processes; one that was killed counts until its lease runs out; loading: a worker loads
-                the model
+                the model; draining: they take no more batches
     batcher     whether a batcher is active
     policy      the policy in force, as the batcher reports it
     dead        dead letters: requests given up because their model process or worker died repeatedly; how
@@ -109,13 +110,16 @@ class ModelState(NamedTuple):
     shares: Mapping[str, int] = {}  # of the requests that ask for no version, by version, in per cent
     by_version: Mapping[str, VersionReport] = {}  # what workers of each did since the batcher became active
     paused: Paused | None = None  # by an operator
+    draining: int = 0  # of the processes, those that take no more batches, or begin no more sequences
+    drained: Mapping[str, DrainOrder] = {}  # workers that an operator drains
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
         reports: dict[str, Any] = {"stepping": self.stepping, "sequences": self.sequences}
         by_version = {version: of._asdict() for version, of in self.by_version.items()}
+        drained = {worker: order._asdict() for worker, order in self.drained.items()}
         nested = {name: of and of._asdict() for name, of in {**reports, "paused": self.paused}.items()}
-        return {**self._asdict(), **nested, "by_version": by_version}
+        return {**self._asdict(), **nested, "by_version": by_version, "drained": drained}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -204,7 +208,15 @@ def _read_model(link: Link, directory: Directory, keys: Keys) -> ModelState:
         snapshot.shares,
         dict(report.versions) if report else {},
         snapshot.paused,
+        len(set(snapshot.draining).intersection(snapshot.model_processes)),
+        _drained(link, keys, set(map(worker_of, snapshot.model_processes))),
     )
+
+
+def _drained(link: Link, keys: Keys, living: Collection[str]) -> dict[str, DrainOrder]:
+    """The living workers that an operator drains."""
+    orders = texts(link.call("HGETALL", keys.drained))
+    return {worker: read_drain_order(text) for worker, text in orders.items() if worker in living}
 
 
 def read_declared(link: Link, keys: Keys) -> list[Registration]:
@@ -266,6 +278,8 @@ def _paragraphs(state: ModelState) -> Iterator[str]:
     """What is below the tables about a model."""
     if state.paused is not None:
         yield f"{state.model} is {printable(state.paused.describe())}"
+    for worker, order in sorted(state.drained.items()):
+        yield f"{worker} of {state.model} is {printable(order.describe())}"
     if state.parameters:
         yield f"Parameters of {state.model}: {_parameters(state.parameters)}"
     if state.differing:
@@ -394,9 +408,10 @@ def _dead(state: ModelState) -> str:
 
 
 def _processes(state: ModelState) -> str:
-    if not state.loading:
-        return f"{state.workers:,}"
-    return f"{state.workers:,}, loading" if state.workers else "loading"
+    shown = [f"{state.workers:,}"] if state.workers or not state.loading else []
+    if state.draining:
+        shown.append(f"{state.draining:,} draining")
+    return ", ".join([*shown, *(["loading"] if state.loading else [])])
 
 
 def _age(state: ModelState) -> str:

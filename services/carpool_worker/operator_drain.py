@@ -1,7 +1,7 @@
 """A drain that an operator ordered: the worker takes no more batches, finishes what it has, and stays.
 
 The heartbeat reads the order. What follows is as when a worker stops: replicas fetch nothing more, the
-batcher is told so in the set `draining`, the last process of a model takes what was dispatched before that,
+batcher is told so in the set `draining`, the last process of a version takes what was dispatched before that,
 and a stepping model's requests go to other processes, if there are any. But nothing ends: the leases are
 renewed, the model stays loaded, and when the order is undone the replicas fetch again.
 
@@ -59,9 +59,11 @@ class OperatorDrain:
     def _mark(self, replicas: Sequence[AnyReplica], store: WorkerStore, *, is_new: bool) -> None:
         """Tell the batcher. None of them is to get another batch."""
         marked = [replica for replica in replicas if not replica.marks_its_drain]
-        others = 1
+        others = True
         for replica in marked:
-            others = store.drain(replica.name)  # all of this worker drain when the last one was told
+            others = store.drain(replica.name) > 0  # all of this worker drain when the last one was told
+        if others and store.version:
+            others = store.others_take_its_version(self._worker)
         until_ms = store.clock.now_us() // 1000 + LAST_BATCH_MS
         for replica in marked if is_new else ():
             if others:

@@ -64,6 +64,12 @@ def in_flight(cluster: RedisCluster, models: Sequence[str]) -> int:
     return sum(cluster.primary_of(key).redis.xlen(key) for key in keys)
 
 
+def pause_and_resume(cluster: RedisCluster, model: str) -> None:
+    for command in ("pause", "resume", "audit"):
+        done = carpool(cluster.url, command, model)
+        assert done.returncode == 0 and command in done.stdout, done.stderr
+
+
 class Load:
     """Requests to models, whose results are counted while they are sent."""
 
@@ -98,6 +104,8 @@ async def test_models_on_different_nodes(cluster: RedisCluster, tmp_path: Path) 
             assert await client.models() == sorted(models)
             await client.wait_ready(models[0], timeout=RESULTS_S)
             await client.flush()
+            await asyncio.to_thread(pause_and_resume, cluster, models[1])
+            await client.infer(models[1], "resumed")
         await asyncio.to_thread(
             wait_until, lambda: not in_flight(cluster, models), description="nothing is in flight"
         )

@@ -36,7 +36,7 @@ def stack(served: Stack) -> Iterator[Stack]:
     """The stack without dead letters, before and after the test."""
     yield served
     served.wait_until_idle(MODEL)
-    served.redis.delete(KEYS.dead)
+    served.redis.delete(KEYS.dead, KEYS.audit)
     for key in served.redis.scan_iter(KEYS.result("*")):
         served.redis.delete(key)
 
@@ -61,6 +61,12 @@ def succeed(stack: Stack, *arguments: str) -> str:
 def listed(stack: Stack, *arguments: str) -> list[dict[str, Any]]:
     letters: list[dict[str, Any]] = json.loads(succeed(stack, "list", *arguments, "--json"))
     return letters
+
+
+def done_by_operators(stack: Stack) -> list[tuple[str, dict[str, str]]]:
+    """What stands in the audit, the newest first."""
+    found = json.loads(carpool(stack.url, "audit", MODEL, "--json").stdout)
+    return [(one["action"], one["details"]) for one in found]
 
 
 def give_up(stack: Stack, cause: Path, correlation_id: str, **fields: str) -> str:
@@ -131,6 +137,9 @@ def test_letter_is_sent_once_by_two_operators(stack: Stack) -> None:
     assert sum(int(output.split()[0]) for output in outputs) == len(ids)
     for number in range(len(ids)):
         assert stack.result(MODEL, f"r{number}")["status"] == "OK"
+    told = done_by_operators(stack)  # each has one entry, if it was fast enough to send any
+    assert {action for action, _ in told} == {"dead replay"} and len(told) <= 2
+    assert sum(int(details["letters"]) for _, details in told) == len(ids)
     stack.wait_until_idle(MODEL)
     assert list(stack.redis.scan_iter(KEYS.result("*"))) == []
 
@@ -146,6 +155,9 @@ def test_those_that_are_meant_are_dropped(stack: Stack) -> None:
     assert letter["reason"] == "segmentation fault"
     assert succeed(stack, "drop", MODEL, letter["id"]) == f"1 request of {MODEL} dropped\n"
     assert succeed(stack, "list") == "no dead letters found\n"
+    second, first = done_by_operators(stack)[:2]
+    assert first[0] == second[0] == "dead drop" and first[1]["letters"] == "41"
+    assert second[1] == {"letters": "1", "first": letter["id"], "last": letter["id"]}
 
 
 def test_letter_without_body_is_left(stack: Stack) -> None:

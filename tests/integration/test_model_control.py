@@ -16,6 +16,7 @@ import pytest
 
 from carpool.keys import Keys, NodesKeys
 from carpool.wire.nodes import Wanted, decode_snapshot
+from support.command import carpool
 from support.http import Answer, Connection, call, request
 from support.rpc import Rpc
 from support.stack import Service, Stack
@@ -165,6 +166,8 @@ def test_a_model_is_loaded_replaced_and_unloaded(served: Served) -> None:
     assert {answer.code for answer in answers} == {200}
     assert {answer.json[0] for answer in answers} <= {"1", "2"}
     assert not served.stack.redis.exists(Keys("echo").shares)
+    (ended, *_) = json.loads(carpool(served.stack.url, "audit", "echo", "--json").stdout)
+    assert (ended["action"], ended["via"], ended["details"]) == ("share", "gateway", {"1": "100 -> none"})
     wait_until(
         lambda: call(served.gateway.url, "GET", "/v2/models/echo").json["versions"] == ["2"],
         description="the version that is gone is not registered any more",
@@ -401,6 +404,8 @@ def test_a_key_needs_the_scope_load(served: Served, tmp_path: Path) -> None:
     with Rpc(gateway) as rpc, pytest.raises(grpc.RpcError) as error:
         rpc.call("RepositoryModelUnload", model_name="echo", metadata=[("authorization", "Bearer user")])
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    (action, *_) = json.loads(carpool(served.stack.url, "audit", "--json").stdout)
+    assert (action["action"], action["who"], action["via"]) == ("load", "operator", "gateway")
     gateway.kill()
 
 

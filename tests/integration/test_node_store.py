@@ -10,9 +10,11 @@ from typing import Final
 import pytest
 
 from carpool.keys import NodesKeys
+from carpool.store.audit import recent_actions
 from carpool.store.connection import Link
 from carpool.store.nodes import NodeStore
 from carpool.store.seats import SeatStore, SeatUpdate
+from carpool.wire.audit import Action
 from carpool.wire.nodes import NodeReport, OutcomeState, SeatName, SeatState, Snapshot, Wanted
 from conftest import SERVERS
 from support.operators import TESTER
@@ -62,6 +64,9 @@ class House:
     def end_lease(self, node: str) -> None:
         """As if the node had been dead for some time."""
         self.redis.zadd(NodesKeys().leases, {node: 1})
+
+    def audit(self) -> list[Action]:
+        return recent_actions(self._link(), NodesKeys(), 100)
 
     @property
     def seats(self) -> dict[str, str]:
@@ -208,6 +213,20 @@ def test_share_is_served_beside_and_promoted_or_unloaded(house: House) -> None:
     assert house.load("2") == again and house.wanted(again).replicas == 2
     assert house.staying == [again]  # all of the traffic is for it, once two serve
     assert house.operator.unload("echo", actor=TESTER) == 2 and house.snapshot.wanted == []
+    assert [(one.action, one.details) for one in reversed(house.audit())] == [
+        ("load", loaded(first, "1", "2", "all")),
+        ("load", loaded(second, "2", "1", "10%")),
+        ("unload", {"model": "echo", "versions": "2", "generations": "1"}),
+        ("load", loaded(again, "2", "1", "10%")),
+        ("load", loaded(again, "2", "1 -> 2", "10% -> all")),
+        ("unload", {"model": "echo", "versions": "2 1", "generations": "2"}),
+    ]
+
+
+def loaded(generation: int, version: str, replicas: str, share: str) -> dict[str, str]:
+    """What the audit says of a load."""
+    of = {"model": "echo", "entry": "echo", "generation": str(generation), "version": version}
+    return {**of, "replicas": replicas, "share": share}
 
 
 def test_what_lacks_is_said(house: House) -> None:

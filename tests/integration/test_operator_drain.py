@@ -92,6 +92,8 @@ def test_worker_takes_nothing_until_the_drain_is_undone(stack: Stack, gate: Path
     waiting = stack.send(ECHO, body="8")
     shown = run(stack, "workers")
     assert shown.count("draining") >= 2 and "drained since" in shown
+    shown = run(stack, "models")
+    assert "3, 3 draining" in shown and f"{name_of(one)} of Echo is drained since" in shown
     assert stack.redis.xlen(Keys(ECHO).requests) == 1 and len(stack.live_workers(ECHO)) == 3
     code, why = get(one, "/readyz")
     assert code == 503 and f"drain {name_of(one)} --undo" in why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,6 +67,14 @@ def resume(stack: Stack, model: str) -> str:
     printed = run(stack, "resume", model)
     wait_until(lambda: told(stack, "model resumed", model) > before, description=f"{model} is resumed")
     return printed
+
+
+def one_entry(stack: Stack, stream: str) -> bool:
+    return int(stack.redis.xlen(stream)) == 1
+
+
+def is_exported(stack: Stack, line: str) -> bool:
+    return line in get(stack.services[0], "/metrics")[1]
 
 
 def audit(stack: Stack, *arguments: str) -> list[dict[str, Any]]:
@@ -157,7 +166,7 @@ def test_streams_and_sequences_go_on(stack: Stack) -> None:
         following = [stateful.submit(3), bound.submit(2)]
         for model in (SUM, BOUND):
             requests = Keys(model).requests
-            wait_until(lambda key=requests: stack.redis.xlen(key) == 1, description="what follows waits")
+            wait_until(partial(one_entry, stack, requests), description="what follows waits")
         for model in (CHAIN, SUM, BOUND):
             resume(stack, model)
         assert [following[0].result()] == folded([5, 3])[1:]
@@ -177,7 +186,10 @@ def test_commands_show_the_pause(stack: Stack) -> None:
     assert tuned.returncode == 2 and "Echo is paused since" in tuned.stderr
     for number in (1, 0):
         line = f'carpool_paused{{model="Echo"}} {number}.0'
-        wait_until(lambda: line in get(stack.services[0], "/metrics")[1], description=f"it exports {number}")
+        wait_until(
+            partial(is_exported, stack, line),
+            description=f"it exports {number}",
+        )
         if number:
             resume(stack, ECHO)
 

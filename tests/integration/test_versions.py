@@ -279,6 +279,13 @@ def test_streams_of_a_version_are_handed_over_within_it(stack: Stack, tmp_path: 
     names = [stack.send("Chain", body=body, version="1", correlation_id=f"s{number}") for number in range(4)]
     wait_until(lambda: stack.redis.xlen(keys.batches_of("1")) == len(names), description="all are in flight")
     wait_until(lambda: stack.pending("Chain") == len(names), description="its worker has them")
+    assert carpool(stack.url, "drain", first.events("worker ready")[0]["worker"]).returncode == 0
+    first.wait_for("worker drained by an operator")
+    listed = json.loads(carpool(stack.url, "workers", "Chain", "--json").stdout)
+    (drained,) = [worker for worker in listed if worker["version"] == "1"]
+    assert drained["state"] == "draining" and drained["processes"][0]["in_hand"] == len(names)
+    assert all(batch.endswith("@1") for batch in drained["processes"][0]["batches"])
+    assert not first.events("requests handed over"), "no other worker of version 1 could go on with them"
     stack.worker("Chain=stepping.py:Named", *LEASE)
     assert first.terminate(30) == 0
     gate.touch()

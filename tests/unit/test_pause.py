@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from carpool.messages.requests import SequencePart
+from carpool.messages.results import Refusal
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.wire.orders import REASON_CHARS_MAX, check_reason, read_drain_order, read_paused
 from carpool_batcher.core.pause import Pause
-from carpool_batcher.core.scheduler import Scheduler
+from carpool_batcher.core.scheduler import Dispatch, Scheduler
 from support.scheduler_harness import MS, SchedulerHarness, run, settle
 
 WAITS = Pause("new weights")
@@ -39,7 +40,7 @@ def test_deadlines_hold_and_say_why_nothing_was_dispatched() -> None:
     harness.offer("a", expiration=30)
     assert harness.poll() == [] and harness.wake_at_ms() == 30
     (expired,) = harness.scheduler.poll(30 * MS)
-    assert expired.status == "DEADLINE_EXCEEDED"
+    assert isinstance(expired, Refusal) and expired.status == "DEADLINE_EXCEEDED"
     assert expired.detail.endswith("; its model is paused by an operator: new weights")
 
 
@@ -112,9 +113,9 @@ def test_sequence_that_was_begun_goes_on_when_it_is_resumed() -> None:
     (refused,) = scheduler.offer(other, 7 * MS)
     assert refused.status == "UNAVAILABLE"
     settle(scheduler, "1", 1000, 8 * MS)
-    assert not [one for one in scheduler.poll(8 * MS) if hasattr(one, "runs")]
+    assert not [one for one in scheduler.poll(8 * MS) if isinstance(one, Dispatch)]
     scheduler.pause = None
-    (dispatch,) = [one for one in scheduler.poll(9 * MS) if hasattr(one, "runs")]
+    (dispatch,) = [one for one in scheduler.poll(9 * MS) if isinstance(one, Dispatch)]
     assert dispatch.runs == [follower]
 
 

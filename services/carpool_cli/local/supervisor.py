@@ -487,8 +487,9 @@ class Supervisor:
             if not store.nodes():
                 return False
             if not entry.generation:
-                wanted = entry.model, None, {}, entry.processes, None
-                entry.generation = store.load(*wanted, actor=this_operator())
+                entry.generation = store.load(
+                    entry.model, None, {}, entry.processes, None, actor=this_operator()
+                )
             state, reason = store.outcome(entry.model, entry.generation)
         except ValueError as error:
             raise StartError(str(error)) from None

@@ -14,12 +14,13 @@ from carpool.messages.results import DeadLetter, Result, RunResults
 from carpool.messages.sequences import SequenceChange
 from carpool.messages.settled import NOT_EXECUTED, Executed
 from carpool.model_settings import DEAD_LETTERS_MAX
+from carpool.process_names import worker_of
 from carpool.rows import NO_STORED_BODY, Body, StoredBody
 from carpool.store.arguments import ScriptKeys, change_args, group_list_args, list_args
 from carpool.store.connection import Argument, Command, CommandError, Link, Script
 from carpool.store.dead_letters import DeadLetters
 from carpool.store.declarations import Declarations
-from carpool.store.directory import SETTLED_ENTRIES_MAX, ProcessMemory, no_errors
+from carpool.store.directory import SETTLED_ENTRIES_MAX, ProcessMemory, alive, no_errors
 from carpool.store.results import (
     DELIVER_IN_ORDER,
     Address,
@@ -32,7 +33,7 @@ from carpool.store.results import (
     result_groups,
 )
 from carpool.wire.batches import decode_batch, encode_dead_letter, settled_fields
-from carpool.wire.registration import OPTIONAL_FIELDS
+from carpool.wire.registration import OPTIONAL_FIELDS, VERSION
 
 _COMMIT: Final = Script("commit", after=("ownership", *DELIVER_IN_ORDER, "sequence", "statistics"))
 _DRAIN: Final = Script("drain")
@@ -190,6 +191,21 @@ class WorkerStore:
         it has finished what it has. Returns how many others live and do not drain."""
         keys = [self.keys.draining, self.keys.settled, self.keys.workers]
         return int(self._link.run(_DRAIN, keys, [consumer, SETTLED_ENTRIES_MAX]))
+
+    def others_take_its_version(self, worker: str) -> bool:
+        """Whether processes of other workers take the batches that are for the version of this one."""
+        declared = self.declarations.read().by_worker
+        time_reply, scores, draining = no_errors(
+            self._link.call_many(
+                ("TIME",),
+                ("ZRANGE", self.keys.workers, 0, -1, "WITHSCORES"),
+                ("SMEMBERS", self.keys.draining),
+            )
+        )
+        now_ms = int(time_reply[0]) * 1000 + int(time_reply[1]) // 1000
+        taking = set(alive(scores, now_ms)).difference(name.decode() for name in draining)
+        others = set(map(worker_of, taking)) - {worker}
+        return any(declared.get(other, {}).get(VERSION, "") == self._version for other in others)
 
     def undrain(self, consumer: str) -> None:
         """A model process that drained takes batches again, or of a bound model begins sequences."""

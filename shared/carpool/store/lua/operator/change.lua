@@ -3,8 +3,8 @@
 --
 -- KEYS  1 the hash  2 settled  3 audit
 -- ARGV  1 what is told in `settled`  2 maximum length of `settled`  3 who  4 by which way  5 maximum length of the
---       audit  6 the action  7 '1' to remove all other fields, else ''  8 the number of fields to be removed  9.. these;
---       then field and value of each that is set
+--       audit  6 the action  7 '1' to remove all other fields, else ''  8 the number of fields to be removed
+--       9.. these; then field and value of each that is set
 -- Returns the number of fields that changed. O(fields).
 -- GRANT admin config hgetall hdel hset
 -- GRANT admin,control shares hgetall hdel hset

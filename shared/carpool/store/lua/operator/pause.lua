@@ -9,7 +9,8 @@
 -- GRANT admin registration exists
 -- GRANT admin settled xadd
 if redis.call('EXISTS', KEYS[4]) == 0 then return false end
-local mode, reason, since, refuses_from = unpack(redis.call('HMGET', KEYS[1], 'mode', 'reason', 'since', 'refuses_from'))
+local before = redis.call('HMGET', KEYS[1], 'mode', 'reason', 'since', 'refuses_from')
+local mode, reason, since, refuses_from = before[1], before[2], before[3], before[4]
 if mode == ARGV[1] and reason == ARGV[2] then return redis.call('HGETALL', KEYS[1]) end
 local now = now_in_ms()
 if ARGV[1] ~= 'refuse' then
