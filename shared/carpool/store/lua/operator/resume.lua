@@ -13,7 +13,7 @@ local details = {}
 for i = 1, #before, 2 do details[before[i]] = before[i + 1] end
 local since = tonumber(details.since)
 write_audit(KEYS[3], { ARGV[2], ARGV[3], ARGV[4] }, 'resume', {
-  mode = details.mode, reason = details.reason, ['paused by'] = details.who,
+  mode = details.mode, reason = details.reason ~= '' and details.reason or nil, ['paused by'] = details.who,
   ['paused for'] = since and string.format('%.0f s', (tonumber(now_in_ms()) - since) / 1000),
 })
 return before
