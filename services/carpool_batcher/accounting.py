@@ -16,6 +16,7 @@ from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.missed_deadlines import Cause, MissedDeadlines, causes_of_refusals
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.meter import Meter
+from carpool_batcher.recent import Recent
 
 SUMMARY_INTERVAL_S: Final = 1.0
 
@@ -29,11 +30,13 @@ class Accounting:
         self._scheduler = scheduler
         self._missed = MissedDeadlines(scheduler.learned, scheduler.in_flight.batches)
         self.versions: Mapping[str, str] = {}  # by model process, that of its model, if it names one
+        self.recent = Recent()
         self._settled: list[tuple[BatchSettled, InFlightBatch]] = []  # and not counted yet
 
-    def refused(self, refusals: Sequence[Refusal]) -> None:
+    def refused(self, refusals: Sequence[Refusal], now_us: int) -> None:
         """These requests were answered without being dispatched."""
         self._meter.refused(refusals)
+        self.recent.refused(refusals, now_us)
         statuses: Counter[str] = Counter()
         for refusal in refusals:
             statuses[refusal.status] += len(refusal.correlation_ids)
@@ -70,6 +73,7 @@ class Accounting:
         settled, self._settled = self._settled, []
         for event, batch in settled:
             self._meter.settled(batch, event.settled_us)
+            self.recent.settled(event, batch)
             if version := self.versions.get(event.worker):
                 self._meter.versions.settled(version, event, batch)
             if event.failures is not None:

@@ -226,7 +226,7 @@ class Meter:
 
     def update_gauges(self, scheduler: Scheduler, now_us: int) -> None:
         """Update the gauges; called regularly while this batcher is active."""
-        self._sequences.export(_sequences_report(scheduler))
+        self._sequences.export(sequences_report(scheduler))
         values, is_paused = gauges(scheduler, now_us), scheduler.pause is not None
         if (values, is_paused) == self._exported:  # of an idle model nothing changes, and this takes 30 µs
             return
@@ -266,7 +266,7 @@ class Meter:
             missed=_increase(before.missed, totals.missed),
             stepping=self._stepping_report(scheduler, now_us),
             delays_us=(self._reading.median_us, self._waking.median_us),
-            sequences=_sequences_report(scheduler),
+            sequences=sequences_report(scheduler),
             failed=dict(self._failed),
             last_error=self._last_error,
             versions=self.versions.reports,
@@ -358,7 +358,8 @@ def _fill_percent(settings: ModelSettings, runs: Sequence[Run]) -> int:
     return min(percent, 100)
 
 
-def _sequences_report(scheduler: Scheduler) -> SequencesReport | None:
+def sequences_report(scheduler: Scheduler) -> SequencesReport | None:
+    """What is reported of a model's sequences; None if it has none."""
     if not scheduler.kind.has_sequences:
         return None
     slots = scheduler.processes.slots if scheduler.kind is ModelKind.BOUND else None

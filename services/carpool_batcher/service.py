@@ -36,6 +36,7 @@ from carpool.keys import Keys
 from carpool.lifecycle import Loop
 from carpool.store.batcher import NotActiveError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
+from carpool.store.detail import DETAIL_TTL_MS
 from carpool.store.kept import KEEP
 from carpool.store.link_errors import reason_of
 from carpool.store.reader import ReadSizes, StreamReader, Subscription
@@ -197,6 +198,7 @@ class BatcherService:
         self._publish_reports(
             [model for model in models if model.active and model.session.report_at_us <= now_us]
         )
+        self._publish_details([model for model in models if model.active and model.session.is_detail_due])
 
     def _publish_reports(self, models: Sequence[ModelBatcher]) -> None:
         if not models:
@@ -205,6 +207,17 @@ class BatcherService:
         for model, error in zip(models, self._upkeep.publish_reports(reports, REPORT_TTL_MS), strict=True):
             if error is not None:
                 model.session.report_refused(error)
+
+    def _publish_details(self, models: Sequence[ModelBatcher]) -> None:
+        """Publish the details of models at which somebody looks."""
+        details: list[tuple[ModelBatcher, str]] = []
+        for model in models:
+            self._attempt(model, lambda one=model: details.append((one, one.session.detail())))
+        texts = [(model.keys, text) for model, text in details]
+        replies = self._upkeep.publish_details(texts, DETAIL_TTL_MS) if texts else []
+        for (model, _), error in zip(details, replies, strict=True):
+            if error is not None:
+                model.session.detail_refused(error)
 
     # --- turns ---------------------------------------------------------------------------------------------
 

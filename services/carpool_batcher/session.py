@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from carpool.clock import RedisClock
 from carpool.errors import DEADLINE_EXCEEDED, NOT_FOUND
-from carpool.messages.batches import Batch, BatchedRun, Dispatch, tickets_of_each
+from carpool.messages.batches import Batch, BatchedRun, Dispatch, DispatchReason, tickets_of_each
 from carpool.messages.requests import Entry, Run
 from carpool.messages.results import UNANSWERED, Refusal, Result
 from carpool.messages.sequences import SequenceChange, SlotFreed
-from carpool.messages.settled import BatchSettled
+from carpool.messages.settled import BatchSettled, WhereAsked
 from carpool.model_settings import ModelKind
 from carpool.rows import only_stored
 from carpool.store.batcher import BatcherStore, EntryChanges
@@ -38,6 +38,7 @@ from carpool_batcher.core.decisions import EXPIRED, WITHDRAWN, Abandon
 from carpool_batcher.core.pause import Pause
 from carpool_batcher.core.scheduler import Decision, Expire, Scheduler, earlier
 from carpool_batcher.core.sequences.sequence import did_not_succeed
+from carpool_batcher.detail import Detail
 from carpool_batcher.effective_settings import EffectiveSettings
 from carpool_batcher.entries import (
     EntryTable,
@@ -47,9 +48,10 @@ from carpool_batcher.entries import (
     UnreadEntries,
     bodies_waiting_since,
 )
-from carpool_batcher.meter import Meter
+from carpool_batcher.meter import Meter, sequences_report
 from carpool_batcher.ordering import ResultOrder
 from carpool_batcher.process_versions import ProcessVersions, in_hand_of_draining
+from carpool_batcher.questions import Questions
 from carpool_batcher.refusals import EarlyRefusals, divide
 
 REPORT_INTERVAL_US: Final = 1_000_000
@@ -116,7 +118,9 @@ class Session:
         self._early = EarlyRefusals()
         self._accounting = Accounting(meter, log, self.scheduler)
         self._accounting.versions = self._versions.read(snapshot)
-        now_us = clock.now_us()
+        self._questions = Questions(store, self.scheduler, self._accounting.recent, clock, log)
+        self._detail: Detail | None = None  # only while somebody looks
+        now_us = self._accounting.recent.began_us = clock.now_us()
         meter.activated(now_us)
         self.wake_at_us: int | None = now_us
         self.reads_at_us = 0
@@ -204,6 +208,8 @@ class Session:
             yield
         yield from self._apply(decisions, refusals, emptied, now_us)
         self._accounting.count_settled()
+        if self._questions.due_us is not None:
+            yield from self._questions.answer()
         if has_arrived:
             self._read_us = now_us
         self._plan_next_turn()
@@ -212,6 +218,7 @@ class Session:
         """When it needs a turn, and for what."""
         scheduler, subscription = self.scheduler, self.subscription
         self.wake_at_us = earlier(scheduler.wake_at_us(), self._early.due_us)
+        self.wake_at_us = earlier(self.wake_at_us, self._questions.due_us)
         # While nothing waits, no decision depends on a batch that settles.
         subscription.awaits_settled = scheduler.queue.count > 0
         subscription.takes_requests = not self.backlog.requests
@@ -228,7 +235,7 @@ class Session:
         """Whether nothing is to be done for the model, and has not been for a while."""
         if self._has_known_requests() or self.scheduler.sequences:
             return False
-        if self._early.due_us is not None or self.backlog:
+        if self._early.due_us is not None or self._questions.due_us is not None or self.backlog:
             return False
         return self._clock.now_us() - self._last_event_us > IDLE_AFTER_US
 
@@ -245,6 +252,9 @@ class Session:
         scheduler, is_awaited = self.scheduler, self.subscription.awaits_settled
         for _, flat in self.backlog.take_settled():
             event = decode_settled(flat)
+            if type(event) is WhereAsked:
+                self._questions.add(event)
+                continue
             if type(event) is not BatchSettled:
                 self.needs_snapshot = True  # it counts the model processes, and has the settings
                 continue
@@ -266,6 +276,8 @@ class Session:
         now_us = self._clock.now_us()
         self._order.before_admission()
         admitted = yield from self.backlog.admit(now_us)
+        if self._detail is not None:
+            self._detail.arrived(admitted.entries, now_us)
         refusals = admitted.refusals
         # Others were left unread on purpose, or may have been.
         awaited = [entry for entry in admitted.entries if entry.arrival_us >= self.reads_at_us]
@@ -351,7 +363,7 @@ class Session:
             ]
             yield
         if answered:
-            self._accounting.refused(answered)
+            self._accounting.refused(answered, self._clock.now_us())
         custom = scheduler.custom_policy
         if custom is not None and any(refusal.reason == "policy" for refusal in answered):
             policy = scheduler.settings.policy
@@ -459,6 +471,9 @@ class Session:
             scheduler.sequences.complete()  # the last unread one may have been removed
         self._order.refresh(snapshot, entries)
         self._renew_bodies(now_us)
+        if snapshot.watched is not (self._detail is not None):
+            self._detail = Detail(now_us) if snapshot.watched else None
+            self._accounting.recent.watch(is_watched=snapshot.watched)
         self._accounting.compared(snapshot.model_processes, now_us)
 
     def _follow_processes(self, snapshot: ModelSnapshot) -> None:
@@ -523,6 +538,26 @@ class Session:
             policies=self._settings.policies,
         ).encode()
 
+    @property
+    def is_detail_due(self) -> bool:
+        """Whether its detail is to be published now: somebody looks."""
+        return self._detail is not None and self._detail.due_us <= self._clock.now_us()
+
+    def detail(self) -> str:
+        """The detail, to be published now. Only if it is due."""
+        assert self._detail is not None
+        sequences = sequences_report(self.scheduler)
+        recent = self._accounting.recent
+        return self._detail.make(
+            self._store.name, self.scheduler, recent, sequences, self._clock.now_us
+        ).encode()
+
+    def detail_refused(self, error: CommandError) -> None:
+        """Redis did not accept the detail. The model is served all the same."""
+        if self._detail is not None:
+            self._detail.due_us = self._clock.now_us() + REPORT_RETRY_US
+        self._log.warning("detail not published", reason=str(error))
+
     def report_refused(self, error: CommandError) -> None:
         """Redis did not accept the report. The model is served all the same."""
         self.report_at_us = self._clock.now_us() + REPORT_RETRY_US
@@ -559,8 +594,9 @@ _InFlight = tuple[str, Dispatch, int]
 def _as_in_flight(batch: Batch) -> _InFlight:
     """The ID of a batch, its dispatch, and when that was; without its bodies, which are large."""
     runs = [_as_run(run, batch.cost) for run in batch.runs]
+    reason = cast(DispatchReason, batch.reason)
     dispatch = Dispatch(
-        runs, "idle", batch.lane, process=batch.process, version=batch.version, is_asked=batch.is_asked
+        runs, reason, batch.lane, process=batch.process, version=batch.version, is_asked=batch.is_asked
     )
     return batch.id, dispatch, batch.dispatched_us
 

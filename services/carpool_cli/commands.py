@@ -58,6 +58,8 @@ GROUPS: Final = (
                 "list what operators did to a model, or loaded, unloaded and removed"),
         Command("dead", "list", "carpool_cli.dead",
                 "list requests that were given up; also dead show, dead replay and dead drop"),
+        Command("where", "ID", "carpool_cli.where",
+                "say where a request is: waiting, and why; in flight, and where; answered; or given up"),
         Command("load", "NAME", "carpool_cli.load",
                 "have nodes serve a model of their folder; --version N replaces the one that serves"),
         Command("unload", "NAME", "carpool_cli.unload",

@@ -147,6 +147,20 @@ class Keys:
         return self._of("status")
 
     @property
+    def watched(self) -> str:
+        """String that expires: somebody looks at this model, so its batcher publishes its detail."""
+        return self._of("watched")
+
+    @property
+    def detail(self) -> str:
+        """String that expires: what the active batcher tells beside its report, JSON (`wire.detail`)."""
+        return self._of("detail")
+
+    def answer(self, name: str) -> str:
+        """String that expires: a batcher's answer to a question, which named it (`wire.whereabouts`)."""
+        return self._of(f"answer:{name}")
+
+    @property
     def order(self) -> str:
         """List: entries whose requests have tickets (`preserve_ordering`), until all of these are done."""
         return self._of("order")

@@ -670,6 +670,29 @@ def test_only_an_admin_loads_models(secured: Secured, role: str) -> None:
         assert refused.returncode == 1 and "admin" in refused.stderr
 
 
+def test_admin_asks_where_a_request_is_and_sees_the_detail(
+    no_denials: Secured, gate: Path, unique: str
+) -> None:
+    model = block_worker(no_denials, gate)
+    no_denials.stack.send(model, body="1", correlation_id=unique)
+    batch, _ = no_denials.stack.redis.xrange(Keys(model).batches)[0]
+    for asked, state in ((unique, "waiting"), ("unknown", "unknown")):
+        shown = run(no_denials, "admin", "where", model, asked, "--json").stdout
+        assert json.loads(shown)[0]["state"] == state
+    in_flight = no_denials.stack.redis.xrange(Keys(model).batches)
+    assert (batch, len(in_flight)) == (in_flight[0][0], 2)
+    page = run(no_denials, "admin", "top", model, "--once").stdout
+    assert "1 lane with waiting requests" in page, page
+    gate.touch()
+    assert no_denials.stack.result(model, unique)["status"] == "OK"
+
+
+@pytest.mark.parametrize("role", ["producer", "metrics"])
+def test_only_an_admin_asks_where_a_request_is(secured: Secured, role: str) -> None:
+    refused = run(secured, role, "where", "square", "a")
+    assert refused.returncode == 1 and "admin" in refused.stderr
+
+
 def test_admin_forgets_a_model(no_denials: Secured) -> None:
     redis, keys = no_denials.stack.redis, Keys("unserved")
     redis.sadd("carpool:models", keys.model)

@@ -135,6 +135,26 @@ def test_numbers_are_right_with_a_full_queue_and_an_empty_one(served: Stack, tmp
     assert report.quantiles_us[0] > 0.9e6 * oldest_s, "the latency includes the waiting time"
 
 
+def test_detail_of_a_model(shared: Stack, tmp_path: Path) -> None:
+    """Its lanes and tenants, with names that a terminal must not obey, and its errors; also as JSON."""
+    gate = tmp_path / "gate"
+    shared.wait_until_idle(MODEL)
+    shared.send(MODEL, body=json.dumps({"gate": str(gate)}))
+    wait_until(lambda: shared.redis.xlen(KEYS.batches), description="the process is busy")
+    for number in range(3):
+        shared.send(MODEL, body="1", lane="wide\x1b[2J", tenant="acme", priority=number, cost=900)
+    shared.send(MODEL, body="1", cost=2000)
+    page = top(shared, MODEL, "--once")
+    assert "\x1b" not in page
+    assert re.search(r"^wide\\x1b\[2J +[123] ", page, re.MULTILINE), page
+    assert re.search(r"^acme +[123] ", page, re.MULTILINE), page
+    assert re.search(r"^cost +INVALID_ARGUMENT +\d+ .* ago +cost: # is over", page, re.MULTILINE), page
+    (sample,) = [json.loads(line) for line in top(shared, MODEL, "--once", "--json").splitlines()]
+    assert sample["detail"]["priorities"]
+    gate.touch()
+    shared.wait_until_idle(MODEL)
+
+
 def test_rates_are_those_of_the_requests_sent(shared: Stack) -> None:
     """Given 48 requests between two samples, expect these figures, however long that took."""
     directory = Directory(Link(shared.url, name="test"), "carpool")

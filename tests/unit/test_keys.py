@@ -18,6 +18,7 @@ NAMED = {
     "inbox": "p",
     "progress": "1-0",
     "batches_of": "2",
+    "answer": "a",
 }
 
 fast = settings(deadline=None)
@@ -32,6 +33,7 @@ def all_of(keys: Keys) -> list[str]:
 
 def test_keys_have_the_names_in_the_wire_contract() -> None:
     assert sorted(all_of(Keys("square"))) == [
+        "carpool:{square}:answer:a",
         "carpool:{square}:audit",
         "carpool:{square}:batcher",
         "carpool:{square}:batches",
@@ -41,6 +43,7 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
         "carpool:{square}:dead",
         "carpool:{square}:dead_dropped",
         "carpool:{square}:declared",
+        "carpool:{square}:detail",
         "carpool:{square}:drained",
         "carpool:{square}:draining",
         "carpool:{square}:inbox:p",
@@ -60,6 +63,7 @@ def test_keys_have_the_names_in_the_wire_contract() -> None:
         "carpool:{square}:status",
         "carpool:{square}:tickets",
         "carpool:{square}:versions",
+        "carpool:{square}:watched",
         "carpool:{square}:workers",
     ]
     assert models_key() == "carpool:models"

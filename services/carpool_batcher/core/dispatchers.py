@@ -15,11 +15,12 @@ from collections.abc import Collection, Mapping
 from carpool_batcher.core.applied_settings import AppliedSettings
 from carpool_batcher.core.capacity import Capacity
 from carpool_batcher.core.decisions import Decision
-from carpool_batcher.core.dispatching import Dispatcher
+from carpool_batcher.core.dispatching import Dispatcher, Outlook
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.policies.custom import CustomPolicy
 from carpool_batcher.core.sequences.processes import Processes
 from carpool_batcher.core.version_capacity import ModelCapacity
+from carpool_batcher.core.waiting.lane import Lane
 from carpool_batcher.core.waiting.queue import Queue
 
 _Served = tuple[frozenset[str], frozenset[str] | None]  # versions that are told apart; all that are served
@@ -112,6 +113,11 @@ class Dispatchers:
     def earliest_dispatch_us(self, now_us: int) -> int:
         """As `Dispatcher.earliest_dispatch_us`."""
         return min([one.earliest_dispatch_us(now_us) for one in self._all])
+
+    def outlook(self, lane: Lane, now_us: int) -> Outlook | None:
+        """As `Dispatcher.outlook`; None for a lane of a version that has no process."""
+        dispatcher = self._of_versions.get(lane.version, self.of_any)
+        return dispatcher.outlook(lane, now_us) if dispatcher.serves(lane) else None
 
     def oldest_arrival_us(self, now_us: int) -> int | None:
         """As `Dispatcher.oldest_arrival_us`, of the lanes that some dispatcher has."""

@@ -9,7 +9,7 @@ Why: docs/decisions/0053.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from carpool.messages.batches import Dispatch, DispatchReason
 from carpool.messages.requests import Run
@@ -28,6 +28,18 @@ from carpool_batcher.core.waiting.queue import Queue
 
 LANES_UPDATED_MAX: Final = 16  # for each batch from which something was learned
 CONTENDING: Final = (Gate.AHEAD, Gate.FULL, Gate.FREE, Gate.SPACED)  # batches that have to wait for capacity
+
+
+class Outlook(NamedTuple):
+    """What the next batch of a lane waits for: see Gate and Claim. `first`: the lane of the ready batch that
+    comes first, None if none is ready. `free_at_us`: from when on it may be dispatched, as far as processes
+    decide; None: not before a batch settles. `spaced_us`: the same for even spacing."""
+
+    gate: Gate
+    claim: Claim
+    first: Lane | None
+    free_at_us: int | None
+    spaced_us: int
 
 
 class Dispatcher:
@@ -89,6 +101,25 @@ class Dispatcher:
                 self._overtaken = 0
             self._update_index(now_us)
         return decisions
+
+    def outlook(self, lane: Lane, now_us: int) -> Outlook:
+        """What the next batch of a lane waits for. The lane must not be empty."""
+        self._update_index(now_us)
+        gate, claim = self._claim(lane, now_us)
+        first = self._index.first(CONTENDING, now_us)
+        free_at_us: int | None = now_us
+        if gate is Gate.FULL:
+            free_at_us = self._capacity.free_at_us(now_us, is_full=self._policy.may_be_early)
+        elif gate is not Gate.AHEAD or not self._capacity.has_capacity():
+            free_at_us = self._capacity.free_at_us(now_us)
+        spaced_us = self._capacity.spacing_ends_us() if gate is Gate.SPACED else 0
+        return Outlook(
+            gate, claim, None if first is None else self._queue.lanes[first.lane], free_at_us, spaced_us
+        )
+
+    def serves(self, lane: Lane) -> bool:
+        """Whether it dispatches this lane."""
+        return self._versions is None or lane.version in self._versions
 
     def wake_at_us(self, now_us: int) -> int | None:
         """When a batch could be dispatched by time alone; None if not before something happens."""

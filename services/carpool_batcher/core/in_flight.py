@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from carpool.messages.batches import Dispatch
 from carpool.messages.requests import Run
@@ -102,6 +102,18 @@ class BatchesInFlight:
             else:
                 self.ids.answered((run,))
 
+    def find(self, correlation_id: str) -> Iterator[tuple[str, int]]:
+        """The requests in flight with this correlation ID that were not answered: the batch of each, and its
+        position there. O(addresses), and O(requests in flight) if nobody asked for one since they were
+        dispatched, or if the model has sequences."""
+        if not self._applied.has_sequences:
+            yield from self.ids.find(correlation_id)
+            return
+        for batch_id, batch in self.batches.items():
+            names = [name for run in batch.runs for name in run.correlation_ids]
+            if correlation_id in names:
+                yield batch_id, names.index(correlation_id)
+
     def withdraw(self, correlation_ids: Iterable[str]) -> list[Cancel]:
         """Of a model whose requests end also in flight: the answers to those of these that are."""
         cancelled = self._cancellable.cancel(correlation_ids)
@@ -127,8 +139,9 @@ class BatchesInFlight:
         if kind is ModelKind.STEPPING and self._applied.has_batch_cost:
             cost = sum([run.cost * len(run) for run in runs])
         batch = InFlightBatch(
-            dispatched_us, size, dispatch.lane, expiring, arrivals, runs, cost, dispatch.process
-        )
+            dispatched_us, size, dispatch.lane, expiring, arrivals, runs, cost, dispatch.process,
+            reason=dispatch.reason,
+        )  # fmt: skip
         if dispatch.version:
             batch = batch._replace(version=dispatch.version, is_asked=dispatch.is_asked)
         if not self._learned.producers:

@@ -14,7 +14,8 @@ class InFlightBatch(NamedTuple):
     of those whose requests can be cancelled.
     `cost`: only where each request takes a slot (`Capacity.set_slots`). `process`: of a bound model, the one
     that executes it. `doubtful`: how many requests the model is not expected to execute. `producers`: those
-    of whom `learned.doubtful_producers` remembers something. `version`, `is_asked`: as of its Dispatch."""
+    of whom `learned.doubtful_producers` remembers something. `version`, `is_asked`, `reason`: as of its
+    Dispatch."""
 
     dispatched_us: int
     size: int
@@ -28,6 +29,7 @@ class InFlightBatch(NamedTuple):
     producers: Sequence[Producer] = ()
     version: str = ""
     is_asked: bool = False
+    reason: str = ""
 
     @property
     def executable(self) -> int:

@@ -73,6 +73,7 @@ from carpool_batcher.core.copies import Copies, unanswered
 from carpool_batcher.core.deadlines import Deadlines
 from carpool_batcher.core.decisions import Abandon, Cancel, Decision, Expire, refusal
 from carpool_batcher.core.dispatchers import Dispatchers
+from carpool_batcher.core.dispatching import Outlook
 from carpool_batcher.core.in_flight import BatchesInFlight, DecidedDispatches
 from carpool_batcher.core.learned.learned import Learned
 from carpool_batcher.core.pause import Pause
@@ -82,11 +83,13 @@ from carpool_batcher.core.sequences.sequence import ended_by_force
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.version_capacity import ModelCapacity
 from carpool_batcher.core.versions import Versions
-from carpool_batcher.core.waiting.lane import NEVER_US
+from carpool_batcher.core.waiting.lane import NEVER_US, Lane
 from carpool_batcher.core.waiting.queue import Division, Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, Withdrawn
 
 NO_VERSIONS: Final[Mapping[str, str]] = MappingProxyType({})
+BEFORE_PARTS_MAX: Final = 5000  # up to 2 us each, with many tenants
+BEFORE_PARTS_OF_PIECE: Final = 512
 USUAL_SIZE_CHANGE_RATIO: Final = 1 / 8  # by which it must differ to be applied: all lanes are looked at then
 
 __all__ = ["Abandon", "Cancel", "Decision", "Dispatch", "DispatchReason", "Expire", "Scheduler"]
@@ -419,6 +422,27 @@ class Scheduler:
         """When the oldest waiting request arrived; None if none waits. One that expired counts only if all in
         its lane did."""
         return self._dispatchers.oldest_arrival_us(self._polled_us)
+
+    def outlook(self, lane: Lane, now_us: int) -> Outlook | None:
+        """What the next batch of a lane waits for; None: for a process of its version."""
+        return self._dispatchers.outlook(lane, now_us)
+
+    def requests_before(self, run: Run, index: int) -> Generator[None, None, tuple[int, bool] | None]:
+        """How many requests of its lane go before the one at this index of a waiting run, and whether that is
+        all of them: at most BEFORE_PARTS_MAX parts of runs are counted. None if it is in no lane. In pieces,
+        between which nothing may change."""
+        lane, before = run.waits_in, 0
+        if type(lane) is not Lane:
+            return None
+        for number, part in enumerate(lane.in_order(self._applied.shares), 1):
+            if part.run is run and part.start <= index < part.start + part.size:
+                return before + index - part.start, True
+            before += part.size
+            if number >= BEFORE_PARTS_MAX:
+                break
+            if not number % BEFORE_PARTS_OF_PIECE:
+                yield
+        return before, False
 
     # --- decisions -----------------------------------------------------------------------------------------
 

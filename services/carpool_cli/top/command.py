@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from carpool.address import without_password
 from carpool.errors import UnavailableError
 from carpool.figures import INTERVAL_S, Figures, RecentFigures, Sample, compare, take_sample
+from carpool.keys import Keys
 from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable_json
-from carpool.store.connection import CommandError, Link
+from carpool.store.connection import CommandError, Link, LinkError
+from carpool.store.detail import read_detail, watch
 from carpool.store.directory import Directory
 from carpool.store.eviction import eviction_warning
+from carpool.wire.detail import ModelDetail
 from carpool_cli.models import describe_unregistered
 from carpool_cli.refused import explain
 from carpool_cli.screen import Screen, full_screen, plain_lines
 from carpool_cli.top.page import Page
 
+DETAIL_S: Final = 5.0  # with --once: a batcher looks at an idle model every three seconds
+DETAIL_INTERVAL_S: Final = 0.05
 ONCE_INTERVAL_S: Final = 1.5  # between the two samples of --once: batchers report about once a second
 
 
@@ -75,10 +81,20 @@ class TopSettings(ConnectionSettings):
                 dispatched late: less than l(n) was left when its batch could begin
                 computed long: the model took longer than was left
                 delivered late: executed in time, but its transit to the worker and back took too long
+
+    The detail of a model, `carpool top MODEL`, is published by its batcher while it is shown:
+    lanes: what waits in each, and of its batches that settled in the last minute p50 and p99 of the time from
+                arrival to settled, and of the execution
+    tenants: what waits of each, and how many of its requests arrived in the last minute
+    latest batches: wait: from the arrival of its first request to its dispatch
+    errors: grouped by what is the same but for numbers and IDs
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
 
+    detail_of: CliPositionalArg[str] = Field(
+        "", description="a model, which is shown alone, and with its detail"
+    )
     model: str = Field("", description="show only this model")
     once: bool = Field(False, description="show one page, measured over a second or so, and exit")
     as_json: bool = Field(False, description="print a JSON object per sample, one on each line")
@@ -97,7 +113,10 @@ def main(argv: Sequence[str]) -> int:
         warning = eviction_warning(link)
         if warning and settings.as_json:
             complain(f"carpool top: {warning}")
-        _run(settings, warning, lambda: sample_shown(directory, settings.model))
+        if settings.detail_of:
+            settings.model = settings.detail_of
+        look = _Look(link, Keys(settings.detail_of, settings.prefix)) if settings.detail_of else None
+        _run(settings, warning, lambda: sample_shown(directory, settings.model), look)
     except KeyboardInterrupt:
         return 0  # the usual way to end it
     except (UnavailableError, CommandError, TopError) as error:
@@ -108,26 +127,54 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run(settings: TopSettings, warning: str, sample_now: Callable[[], Sample]) -> None:
+class _Look:
+    """Looks at the detail of a model: each look asks its batcher to publish it for a while longer."""
+
+    def __init__(self, link: Link, keys: Keys) -> None:
+        self._link = link
+        self._keys = keys
+
+    def detail(self) -> ModelDetail | None:
+        """The detail; None while none is published, or Redis does not answer."""
+        try:
+            watch(self._link, self._keys)
+            return read_detail(self._link, self._keys)
+        except LinkError:
+            return None
+
+    def wait(self) -> None:
+        """Wait until there is one, for DETAIL_S at most."""
+        ends_s = time.monotonic() + DETAIL_S
+        while self.detail() is None and time.monotonic() < ends_s:
+            time.sleep(DETAIL_INTERVAL_S)
+
+
+def _run(settings: TopSettings, warning: str, sample_now: Callable[[], Sample], look: _Look | None) -> None:
     url, screen = without_password(settings.redis_url), Screen()
+
+    def page(models: Sequence[Figures], error: str) -> Page:
+        detail = None if look is None else look.detail()
+        return Page(url, models, error, warning, detail, has_detail=look is not None)
 
     def print_page(models: Sequence[Figures], error: str) -> None:
         if settings.as_json:
-            print(as_json(models, error), flush=True)
+            print(as_json(models, error, None if look is None else look.detail()), flush=True)
         elif screen.live:
-            screen.console.print(Page(url, models, error, warning), "")
+            screen.console.print(page(models, error), "")
         else:
-            screen.print("\n".join([*plain_lines(Page(url, models, error, warning)), ""]))
+            screen.print("\n".join([*plain_lines(page(models, error)), ""]))
 
     first = sample_now()
     if settings.once:
+        if look is not None:
+            look.wait()
         time.sleep(ONCE_INTERVAL_S)
         print_page(compare(first, sample_now()), "")
     elif settings.as_json or not screen.live:
         follow(first, sample_now, print_page)
     else:
         with full_screen(screen) as draw:
-            follow(first, sample_now, lambda models, error: draw(Page(url, models, error, warning)))
+            follow(first, sample_now, lambda models, error: draw(page(models, error)))
 
 
 def follow(
@@ -149,8 +196,9 @@ def sample_shown(directory: Directory, only_model: str) -> Sample:
     return sample
 
 
-def as_json(models: Sequence[Figures], error: str = "") -> str:
-    """One sample, or the error that prevented it, on one line."""
+def as_json(models: Sequence[Figures], error: str = "", detail: ModelDetail | None = None) -> str:
+    """One sample, or the error that prevented it, on one line; and the detail of the model, if there is."""
     if error:
         return printable_json({"error": error})
-    return printable_json({"models": [model.as_json() for model in models]})
+    told = {} if detail is None else {"detail": json.loads(detail.encode())}
+    return printable_json({"models": [model.as_json() for model in models], **told})

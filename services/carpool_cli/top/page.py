@@ -21,8 +21,10 @@ from rich.text import Text
 
 from carpool.figures import Figures, Memory, Requests, SequenceFigures, Stepping
 from carpool.shown import printable
+from carpool.wire.detail import ModelDetail
 from carpool_cli.models import describe_version
 from carpool_cli.screen import build_table, clip, count, duration, size
+from carpool_cli.top.detail import detail_parts
 
 NAME_COLUMNS: Final = 28  # of a model's name in the table of a terminal; the details show all of it
 _DETAIL_COLUMNS: Final = 110  # where details wrap in a pipe or a file
@@ -45,12 +47,15 @@ _STEPPING_DISPENSABLE: Final = (
 @dataclass(frozen=True, slots=True)
 class Page:
     """The page as a rich renderable. `error`: why Redis does not answer now, if it does not. `warning`: what
-    is wrong with its configuration."""
+    is wrong with its configuration. `detail`: of the only model, if that is to be shown; None while no
+    batcher publishes it."""
 
     url: str
     models: Sequence[Figures]
     error: str = ""
     warning: str = ""
+    detail: ModelDetail | None = None
+    has_detail: bool = False  # one model is shown, with its detail
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(
@@ -80,6 +85,8 @@ class Page:
             yield ""
             yield _line(model.model)
             yield _details(model, options)
+        if self.has_detail:
+            yield from detail_parts(self.detail)
 
     def _tables(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         is_terminal = options.is_terminal

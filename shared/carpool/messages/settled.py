@@ -1,4 +1,4 @@
-"""What batchers are told in the stream `settled`: by workers, and by `carpool config`."""
+"""What batchers are told in the stream `settled`: by workers, by `carpool config` and by `carpool where`."""
 
 from __future__ import annotations
 
@@ -105,4 +105,11 @@ class ModelProcessesChanged(NamedTuple):
     worker: str
 
 
-SettledEvent = BatchSettled | ModelProcessesChanged  # an entry of the stream `settled`
+class WhereAsked(NamedTuple):
+    """Somebody asks where the requests with this correlation ID are. `answer`: the name of the answer."""
+
+    correlation_id: str
+    answer: str
+
+
+SettledEvent = BatchSettled | ModelProcessesChanged | WhereAsked  # an entry of the stream `settled`

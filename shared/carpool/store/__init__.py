@@ -30,6 +30,8 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     traffic          shares of a model's traffic by version
     nodes            which models of repositories are wanted
     seats            which node has which model process of these
+    detail           what a batcher tells of a model while somebody looks
+    whereabouts      where a request is: asks its batcher, and looks
     removal          a model that is no longer served is removed
     eviction         whether Redis may discard what it has accepted
     lua/             the scripts, each with its KEYS, ARGV, reply and complexity

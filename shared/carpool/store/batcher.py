@@ -58,6 +58,7 @@ _MISSING: Final = Script("missing")
 _REASSIGN: Final = Script("reassign")
 _ABANDON: Final = Script("abandon")
 _FORGET_VERSION: Final = Script("forget_version")
+_REPORT: Final = Script("report")
 
 SOUGHT_KEYS_MAX: Final = 900  # of a dispatch; beyond these, what was sent again is executed again
 
@@ -251,6 +252,10 @@ class BatcherStore:
     def forget_version(self, version: str) -> None:
         """A version has no workers any more: its stream is removed, if nothing is in it."""
         self._link.run(_FORGET_VERSION, [self.keys.batches_of(version), self.keys.versions], [version])
+
+    def publish_answer(self, name: str, answer: str, ttl_ms: int) -> None:
+        """Answer a question, under the name that it gave. The answer expires after `ttl_ms`."""
+        self._link.run(_REPORT, [self.keys.answer(name)], [answer, ttl_ms])
 
     def batches_of_process(self, process: str) -> list[str]:
         """The IDs of the batches that a model process has in hand, of all streams."""

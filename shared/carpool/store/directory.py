@@ -36,6 +36,7 @@ class ModelSnapshot(NamedTuple):
     draining: Sequence[str] = ()  # model processes that take no more batches, or begin no more sequences
     versions: Sequence[str] = ()  # of the model, that have batch streams of their own
     shares: Mapping[str, int] = MappingProxyType({})  # of the traffic, by version, in per cent
+    watched: bool = False  # somebody looks at the model (`store.detail`)
     paused: Paused | None = None  # by an operator
 
 
@@ -205,6 +206,7 @@ def snapshot_commands(keys: Keys) -> dict[str, tuple[Argument, ...]]:
         "draining": ("SMEMBERS", keys.draining),
         "versions": ("SMEMBERS", keys.versions),
         "shares": ("HGETALL", keys.shares),
+        "watched": ("EXISTS", keys.watched),
         "paused": ("HGETALL", keys.paused),
     }
 
@@ -221,6 +223,9 @@ def read_snapshot(replies: Mapping[str, Any], now_ms: int) -> ModelSnapshot | Co
     read = dict(replies)
     for name, reply in replies.items():
         if isinstance(reply, CommandError):
+            if name == "watched":  # rules of another version for this role
+                read[name] = 0
+                continue
             if name not in _OF_WRONG_TYPE or reply.code != "WRONGTYPE":
                 return reply
             read[name] = _OF_WRONG_TYPE[name]
@@ -234,6 +239,7 @@ def read_snapshot(replies: Mapping[str, Any], now_ms: int) -> ModelSnapshot | Co
         draining=[process.decode() for process in read["draining"]],
         versions=sorted([version.decode() for version in read["versions"]]),
         shares=read_shares(texts(read["shares"])) if read["shares"] else {},
+        watched=bool(read["watched"]),
         paused=read_paused(texts(read["paused"])) if read["paused"] else None,
     )
 

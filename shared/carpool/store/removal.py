@@ -15,9 +15,9 @@ from carpool.wire.audit import Actor, append_command
 
 _SCANNED: Final = 1000  # keys of Redis that one SCAN looks at
 _DELETED: Final = 500  # keys in one DEL
-# Left to expire: results, which a producer may still read, and what a batcher has while it is active.
+# Left to expire: results, which a producer may still read, and what an active batcher has, or is asked.
 _RESULTS: Final = ("result", "replies")
-_OF_BATCHER: Final = ("batcher", "status")
+_OF_BATCHER: Final = ("batcher", "status", "watched", "detail", "answer")
 
 
 class Use(NamedTuple):

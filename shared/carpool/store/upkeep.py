@@ -62,3 +62,7 @@ class Upkeep:
     def publish_reports(self, reports: Sequence[tuple[Keys, str]], ttl_ms: int) -> list[CommandError | None]:
         """Publish these reports; they expire after `ttl_ms`."""
         return self._link.run_many(_REPORT, [((keys.report,), (report, ttl_ms)) for keys, report in reports])
+
+    def publish_details(self, details: Sequence[tuple[Keys, str]], ttl_ms: int) -> list[CommandError | None]:
+        """Publish the details of these models; they expire after `ttl_ms`."""
+        return self._link.run_many(_REPORT, [((keys.detail,), (detail, ttl_ms)) for keys, detail in details])

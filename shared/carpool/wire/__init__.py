@@ -20,6 +20,8 @@ tensors           tensors in bodies
 padding           tensors of several sizes as tensors of one
 registration      what a worker registers about its model
 report            what an active batcher publishes about itself
+detail            what it publishes beside that while somebody looks
+whereabouts       where a request is: a question, its answer, and what that means
 orders            what operators have ordered of a model: it is paused, workers drain
 audit             what operators did
 traffic           shares of a model's traffic by version

@@ -23,6 +23,7 @@ from carpool.messages.settled import (
     ModelProcessesChanged,
     SettledEvent,
     Streamed,
+    WhereAsked,
 )
 from carpool.model_settings import ModelSettings
 from carpool.rows import Bodies, Body, Rows, StoredBody
@@ -173,11 +174,15 @@ def _decode_tickets(fields: Sequence[Any] | None) -> Tickets | None:
 
 
 def decode_settled(flat: Sequence[bytes]) -> SettledEvent:
-    """An entry of the `settled` stream. One without a batch means that a model process joined
-    or left, or that settings were overridden."""
+    """An entry of the `settled` stream. One without a batch asks where a request is, or means that a model
+    process joined or left, or that settings were overridden."""
     raw = dict(zip(flat[::2], flat[1::2], strict=True))
     worker = raw.get(b"worker", b"").decode()
     if b"batch" not in raw:
+        if b"where" in raw and b"answer" in raw:
+            return WhereAsked(
+                raw[b"where"].decode("utf-8", "replace"), raw[b"answer"].decode("utf-8", "replace")
+            )
         return ModelProcessesChanged(worker)
     size, streamed = raw.get(b"size", b"0"), raw.get(b"streamed")
     return BatchSettled(

@@ -32,6 +32,9 @@ class Followers:
     def __iter__(self) -> Iterator[Run]:
         return iter(self._segments)
 
+    def __len__(self) -> int:
+        return len(self._segments)
+
     def __contains__(self, run: Run) -> bool:
         return run.waits_in is self
 

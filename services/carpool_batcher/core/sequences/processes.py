@@ -67,6 +67,15 @@ class Processes(Space):
         self._live, self._draining = dict.fromkeys(live), frozenset(draining)
 
     @property
+    def live(self) -> Iterable[str]:
+        """The names of those that live."""
+        return self._live
+
+    def slots_taken(self, process: str) -> int:
+        """How many sequences a process has."""
+        return self._slots_taken[process]
+
+    @property
     def slots(self) -> int:
         """Of all live processes."""
         return self.slots_each * len(self._live)

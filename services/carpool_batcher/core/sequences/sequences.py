@@ -304,6 +304,16 @@ class Sequences:
             return f"the request of its sequence with the index {sequence.next_index}"
         return "the start of its sequence"
 
+    def blocker(self, run: Run) -> str:
+        """The correlation ID of the request of its sequence that a follower waits for, which is in a lane or
+        in flight; '' if there is none."""
+        sequence = self._known.by_id.get(part_of(run).sequence_id)
+        if sequence is None or sequence.head is run:
+            return ""
+        if sequence.in_flight is not None:
+            return sequence.in_flight.correlation_id
+        return "" if sequence.head is None else sequence.head.correlation_ids[0]
+
     # --- model processes -----------------------------------------------------------------------------------
 
     @property

@@ -35,6 +35,10 @@ class ArrivalOrder:
             return iter(self._in_turn)
         return self._merged()
 
+    def __len__(self) -> int:
+        """The number of runs."""
+        return len(self._in_turn) + len(self._late)
+
     def insert(self, run: Run) -> bool:
         """Add a run. Returns whether it is the first one now."""
         if run.arrival_us >= self._latest_us:

@@ -10,7 +10,7 @@ Why: docs/decisions/0075.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from carpool.messages.batches import Dispatch
@@ -48,6 +48,10 @@ class WaitingIds:
     def __contains__(self, request: _Request) -> bool:
         reply_to, name = request
         return name in self._ids.get(reply_to, ())
+
+    def has_name(self, name: str) -> bool:
+        """Whether a request with this correlation ID waits, whatever its address. O(addresses)."""
+        return any(name in waiting for waiting in self._ids.values())
 
     def are_new(self, reply_to: str | None, names: set[str]) -> bool:
         """Whether none of these requests waits. O(1) if none of this address does, else O(names)."""
@@ -156,6 +160,15 @@ class IdsInFlight:
             self._index()
         of_address = self._batches.get(reply_to)
         return of_address is None or of_address.keys().isdisjoint(names)
+
+    def find(self, name: str) -> Iterator[tuple[str, int]]:
+        """The requests with this correlation ID: the batch of each, and its position there."""
+        if self._named:
+            self._index()
+        for reply_to, of_address in self._batches.items():
+            batch_id = of_address.get(name)
+            if batch_id is not None:
+                yield batch_id, self._indexed[batch_id].index((reply_to, name))
 
     def _index(self) -> None:
         for batch_id, runs in self._named.items():

@@ -307,6 +307,10 @@ class FairQueue:
         runs = self._runs.get(tenant)
         return None if runs is None else runs.first().arrival_us
 
+    def by_tenant(self) -> Iterator[tuple[str, ArrivalOrder]]:
+        """The waiting runs of each tenant, to be read only."""
+        return iter(self._runs.items())
+
     def fronts(self, *, changed: bool) -> list[tuple[str, int]]:
         """The tenants that wait here, and the arrival of the oldest request of each; with `changed`, only of
         those whose first run changed since the last call."""

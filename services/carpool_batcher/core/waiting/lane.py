@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from carpool.messages.requests import Run
 from carpool_batcher.core.applied_settings import EQUAL_SHARES, BatchLimits, Shares
 from carpool_batcher.core.learned.doubtful_producers import executable_size
+from carpool_batcher.core.waiting.arrival_order import ArrivalOrder
 from carpool_batcher.core.waiting.batch_space import BatchSpace, bytes_of
 from carpool_batcher.core.waiting.fairness import FairQueue, RunPart, Turns, TurnsByRank
 
@@ -304,6 +305,12 @@ class Lane:
             in_time = [rank for rank in ranks if rank != EXPIRED_RANK] or ranks
             self._front = ranks[0], min(self._queues[rank].oldest_arrival_us() for rank in in_time)
         return self._front
+
+    def by_tenant(self) -> Iterator[tuple[int, str, ArrivalOrder]]:
+        """The waiting runs of each rank and tenant, to be read only."""
+        for rank, queue in self._queues.items():
+            for tenant, runs in queue.by_tenant():
+                yield rank, tenant, runs
 
     def has_changed_fronts(self) -> bool:
         """Whether `fronts` has any that changed."""

@@ -96,6 +96,11 @@ class Queue:
         """The number of waiting requests that are not delayed."""
         return self.count - self.delayed.requests
 
+    @property
+    def count_by_priority(self) -> Sequence[int]:
+        """The number of waiting requests of each priority, delayed ones and followers included."""
+        return self._count_by_priority
+
     # --- admitting -----------------------------------------------------------------------------------------
 
     def admit(
