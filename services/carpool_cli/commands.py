@@ -81,6 +81,8 @@ GROUPS: Final = (
                 "start a batcher: it serves every registered model, and needs only Redis's address"),
         Command("gateway", "", "carpool_gateway.__main__",
                 "start a gateway: curl and other HTTP clients use the models through it"),
+        Command("console", "", "carpool_console.__main__",
+                "start the operators' page: which models are in trouble, why, and what to do"),
         Command("health", "", "carpool_cli.health",
                 "check whether the service on this --http-port is ready"),
         Command("acl", "", "carpool_cli.acl", "write Redis's ACL file and a password for each role"),

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from inspect import cleandoc
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn, Self, TypeVar, get_args
 from urllib.parse import quote, urlencode
@@ -218,7 +219,7 @@ def _names_in_env_file(kind: type[BaseSettings]) -> Mapping[str, str]:
 
 def misspelt(kind: type[BaseSettings], environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that nothing of Carpool reads, and those of these settings that were probably meant."""
-    services = (BatcherSettings, WorkerSettings, GatewaySettings)
+    services = (BatcherSettings, WorkerSettings, GatewaySettings, ConsoleSettings)
     known = {*kind.model_fields, *(name for one in services for name in one.model_fields), *OF_COMMANDS}
     found: dict[str, str] = {}
     for name, value in environment.items():
@@ -538,6 +539,54 @@ class GatewaySettings(CommonSettings):
     access_log: bool = Field(
         False, description="log every request; else those that fail with 5xx, and at the level debug all"
     )
+
+
+def _networks(names: list[str]) -> list[str]:
+    for name in names:
+        try:
+            ip_network(name)
+        except ValueError:
+            raise ValueError(f"{name!r:.80} is no network, such as 10.0.0.7 or 10.0.0.0/8") from None
+    return names
+
+
+class ConsoleSettings(CommonSettings):
+    """Serve the operators' page: which models are in trouble, why, and what to do about it.
+
+    Everybody signs in. The first start prints the password of the first user, once; --add-user adds others.
+    """
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8800, ge=0, le=65535, description="port to listen on; 0 picks a free one and logs it")
+    users: OptionalPath = Field(
+        None,
+        description="TOML file of users and hashes of their passwords, which is made if there is none "
+        "(default: ~/.config/carpool/console-users.toml)",
+    )
+    add_user: str = Field("", description="add this user, or give it a new password, print that, and exit")
+    remove_user: str = Field("", description="remove this user, and exit; running consoles end its sessions")
+    role: Literal["viewer", "operator"] = Field("viewer", description="of --add-user: an operator may act")
+    read_only: bool = Field(False, description="let nobody act, whatever the role")
+    session_s: Seconds = Field(43_200.0, gt=0, description="seconds after which one has to sign in again")
+    trusted_proxy: Annotated[Listed, AfterValidator(_networks)] = Field(
+        [],
+        description="addresses or networks of proxies whose X-Forwarded-For, X-Forwarded-Proto and "
+        "--trusted-header hold (default: none)",
+    )
+    trusted_header: str = Field(
+        "",
+        description="header in which a trusted proxy names the user it has signed in, such as X-Remote-User; "
+        "the role is that of the file of users, or --trusted-role (default: none)",
+    )
+    trusted_role: Literal["viewer", "operator", "none"] = Field(
+        "viewer", description="role of users that a proxy names and the file of users does not have"
+    )
+
+    @model_validator(mode="after")
+    def _header_needs_proxy(self) -> Self:
+        if self.trusted_header and not self.trusted_proxy:
+            raise ValueError("--trusted-header needs --trusted-proxy: else anybody could name a user")
+        return self
 
 
 Settings = TypeVar("Settings", bound=BaseSettings)

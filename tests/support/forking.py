@@ -54,6 +54,7 @@ PRELOADED: Final = (
     "carpool_worker.model_process.main",
     "carpool_worker.node.seat",
     "carpool_gateway.__main__",
+    "carpool_console.__main__",
     "carpool_cli.__main__",
     "carpool_cli.config",
     "carpool_cli.dead",

@@ -32,6 +32,7 @@ from redis import Redis
 import carpool
 import carpool_batcher
 import carpool_cli
+import carpool_console
 import carpool_gateway
 import carpool_worker
 from carpool.keys import DEFAULT_PREFIX, Keys
@@ -56,7 +57,7 @@ Event = dict[str, Any]
 _LOG_CALL: Final = re.compile(r'log(?:ger\(\))?\.(?:debug|info|warning|error|exception)\(\s*"([^"]+)"')
 LOG_EVENTS: Final = frozenset(
     event
-    for package in (carpool, carpool_batcher, carpool_cli, carpool_gateway, carpool_worker)
+    for package in (carpool, carpool_batcher, carpool_cli, carpool_console, carpool_gateway, carpool_worker)
     for file in Path(package.__path__[0]).rglob("*.py")
     for event in _LOG_CALL.findall(file.read_text())
 )
@@ -175,8 +176,9 @@ class Service:
 
     @cached_property
     def url(self) -> str:
-        """The URL of a gateway."""
-        url: str = self.wait_for("gateway started")["url"]
+        """The URL of a gateway, or of a console."""
+        role = self.name.partition("-")[0]
+        url: str = self.wait_for("console started" if role == "console" else "gateway started")["url"]
         return url
 
     def end_of_log(self) -> str:
@@ -258,6 +260,15 @@ class Stack:
         service = self._start("gateway", ["--port", "0", *flags], None)
         if ready:
             service.wait_for("gateway started")
+        return service
+
+    def console(self, *flags: str, ready: bool = True) -> Service:
+        """Start a console, on a free port, with a file of users in `home`, unless `flags` name them; wait
+        until it serves unless `ready` is False."""
+        users = str(self.home / "users.toml")
+        service = self._start("console", ["--port", "0", "--users", users, *flags], None)
+        if ready:
+            service.wait_for("console started")
         return service
 
     def serve(self, *specs: str) -> str:

@@ -20,6 +20,7 @@ from carpool.settings import (
     CarpoolSettings,
     CommonSettings,
     ConnectionSettings,
+    ConsoleSettings,
     GatewaySettings,
     WorkerSettings,
     misspelt,
@@ -204,6 +205,7 @@ def test_variables_of_other_services_and_commands_get_no_hint() -> None:
     fields = {field for kind in kinds for field in kind.model_fields}
     services = {
         *BatcherSettings.model_fields, *WorkerSettings.model_fields, *GatewaySettings.model_fields,
+        *ConsoleSettings.model_fields,
     }  # fmt: skip
     assert fields - services == OF_COMMANDS, "settings.OF_COMMANDS is to have them all"
     others = [

@@ -38,6 +38,7 @@ FORBIDDEN_IMPORTS: Final = (
     ("carpool_gateway.oip", "carpool.client"),
     ("carpool_cli.demo", "onnxruntime"),
     ("carpool_cli", "importlib"),
+    ("carpool_cli", "starlette"),
 )
 
 

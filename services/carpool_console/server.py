@@ -1,0 +1,123 @@
+"""The server of HTTP: uvicorn on a thread of its own, with limits for connections and slow clients."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from carpool.address import bracketed
+from carpool.shown import name_of, trace_of
+
+CONNECTIONS_MAX: Final = 256
+HEAD_BYTES_MAX: Final = 16_384  # of a request
+HEAD_S_MAX: Final = 10.0  # from a connection, or the first byte of a further request, to the end of its head
+IDLE_S_MAX: Final = 15  # between two requests of a connection
+DRAIN_S: Final = 5
+_BACKLOG: Final = 128
+
+
+class _Protocol(H11Protocol):
+    """Ends a connection that sends no whole head of a request in time; uvicorn alone waits for ever."""
+
+    _ends: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        requests_before = self.cycle
+        super().data_received(data)
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if self.cycle is not requests_before or not is_answered:
+            self._expect_nothing()
+        elif self._ends is None:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        self._ends = self.loop.call_later(HEAD_S_MAX, self.transport.close)
+
+    def _expect_nothing(self) -> None:
+        if self._ends is not None:
+            self._ends.cancel()
+            self._ends = None
+
+
+class Server:
+    """Serves an application until it is stopped. `has_failed`: it ended by itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # mistakes of clients
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=_Protocol,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=CONNECTIONS_MAX,
+                h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+                timeout_keep_alive=IDLE_S_MAX,
+                timeout_graceful_shutdown=DRAIN_S,
+                backlog=_BACKLOG,
+            )
+        )
+        self._socket: socket.socket | None = None
+        self._on_end: Callable[[], Any] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self.has_failed = False
+
+    def start(self, host: str, port: int, on_end: Callable[[], Any]) -> int:
+        """Listen, and serve on a thread. `on_end` is called if that ends by itself. Returns the port. Raises
+        OSError, which names the address."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise OSError(f"cannot listen on {bracketed(host)}:{port}: {error.strerror}") from error
+        self._on_end = on_end
+        self._thread.start()
+        return int(self._socket.getsockname()[1])
+
+    def stop(self) -> None:
+        """Accept nothing more, answer what was asked, and end. Returns when that is done, or time is up."""
+        self._server.should_exit = True
+        self._thread.join(2 * DRAIN_S)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._server.should_exit
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        assert self._socket is not None
+        try:
+            # uvicorn handles signals only on the main thread: here the process does.
+            asyncio.run(self._server.serve(sockets=[self._socket]))
+        except BaseException as error:
+            structlog.get_logger().error(
+                "server of HTTP failed", reason=name_of(error), exception=trace_of(error)
+            )
+        if not self._server.should_exit:
+            self.has_failed = True
+            self._on_end()
