@@ -224,7 +224,7 @@ ROWS: Final[dict[str, list[Panel]]] = {
                 "delayed {{model}}": "sum by (model) (carpool_delayed_requests{M})",
                 "in flight {{model}}": "sum by (model) (carpool_in_flight_requests{M})",
                 "withheld {{model}}": "sum by (model) (carpool_withheld_results{M})",
-                "paused {{model}}": "max by (model) (carpool_paused{M}) == 1",
+                "paused {{model}}": "max by (model) (carpool_paused{M})",
             },
             width=6,
         ),
