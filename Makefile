@@ -11,7 +11,7 @@ JOBS   ?= 6
 PIP    := $(BIN)/pip install --no-compile --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools demo test check docs lock audit bench http fuzz profile soak chaos clean
+.PHONY: help install tools demo test check docs lock audit bench http fuzz profile soak chaos release compat clean
 
 help: ## List these targets
 	@printf 'Usage: make TARGET [PYTHON=python3.12]\n\n'
@@ -108,6 +108,16 @@ audit: ## Check the pinned packages for known vulnerabilities
 	@build/audit/bin/pip install --quiet --quiet --disable-pip-version-check pip-audit
 	@for lock in $(LOCK) $(TOOLS) ops/docker/*.lock; do \
 	  echo "$$lock"; build/audit/bin/pip-audit --disable-pip --require-hashes --requirement $$lock || exit 1; done
+
+# Tools in an environment of their own, because what they need is not what Carpool needs.
+release: install ## Build wheel and sdist into dist/, run them where there is no checkout, write an SBOM
+	@$(PYTHON) -m venv build/release-tools
+	@build/release-tools/bin/pip install --quiet --quiet --disable-pip-version-check cyclonedx-bom 'readme_renderer[md]' twine
+	@cd tests && ../$(BIN)/python -m support.release ../dist
+
+WHEEL ?=
+compat: install ## Test a released wheel with these services, and the other way round (WHEEL=PATH)
+	@env -u PYTHONDONTWRITEBYTECODE CARPOOL_RELEASED_WHEEL=$(abspath $(WHEEL)) $(BIN)/pytest -q tests/integration/released.py
 
 clean: ## Remove .venv and all caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
