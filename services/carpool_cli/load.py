@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Final
 
 from pydantic import BeforeValidator, Field
@@ -16,13 +17,13 @@ from carpool.settings import ConnectionSettings, Lines, Seconds, read_settings
 from carpool.shown import complain, printable_lines
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.nodes import NodeStore
+from carpool.store.rollouts import Following, Rollouts
 from carpool.store.traffic import Traffic
-from carpool.wire.nodes import REPLICAS_MAX, OutcomeState, Wanted
+from carpool.wire.nodes import REPLICAS_MAX, Wanted
 from carpool_cli.operator_name import this_operator
 from carpool_cli.refused import explain
 
 POLL_S: Final = 0.1
-SHORTAGE_S_MAX: Final = 3.0  # nodes may come, and processes end; then there is no room
 _PERCENT: Final = re.compile(r"(\d{1,2})\s*%?")
 
 
@@ -94,69 +95,48 @@ def _fail(error: str) -> int:
 def _load(settings: LoadSettings, store: NodeStore) -> int:
     """Raises ValueError."""
     name, _, entry = settings.model.partition("=")
-    generation = store.load(
+    rollouts = rollouts_of(settings, store)
+    generation = rollouts.load(
         name,
         settings.version,
         _parameters(settings.param),
         settings.replicas,
         settings.share,
-        actor=this_operator(),
         entry=entry or name,
     )
-    if settings.share is not None:  # before any of its processes takes a batch
-        set_share(settings, name, _version_of(store, generation), settings.share)
     if not settings.wait:
-        if settings.share is None and store.snapshot().trial(name) is None:
-            set_share(settings, name, None)
+        if settings.share is None:
+            rollouts.finish(name, generation, with_share=False, has_failed=False)
         print(printable_lines(f"{name} is wanted as generation {generation}; `carpool nodes` shows it"))
         return 0
-    if settings.share is None:
-        return _serve_all(settings, store, name, generation, settings.timeout_s)
     status = _follow(store, name, generation, settings.timeout_s)
-    if not any(wanted.generation == generation for wanted in store.wanted()):
-        set_share(settings, name, None)
+    rollouts.finish(name, generation, with_share=settings.share is not None, has_failed=status != 0)
     return status
 
 
 def take_over(settings: ConnectionSettings, store: NodeStore, trial: Wanted) -> int:
     """Have a version that has a share of the traffic serve all of it, in place of the others, and wait until
     these have ended. Returns 1 if it does not serve."""
-    of_trial = trial.version, trial.parameters, None, None
-    generation = store.load(
-        trial.model, *of_trial, actor=this_operator(), entry=trial.entry, settings=trial.settings
-    )
-    return _serve_all(settings, store, trial.model, generation, None)
-
-
-def _serve_all(
-    settings: ConnectionSettings, store: NodeStore, name: str, generation: int, timeout_s: float | None
-) -> int:
-    """Follow a generation until it serves in place of the others. Then no version has a share, unless one is
-    wanted with a share beside it."""
-    status = _follow(store, name, generation, timeout_s)
-    if status == 0 and store.snapshot().trial(name) is None:
-        set_share(settings, name, None)
+    rollouts = rollouts_of(settings, store)
+    generation = rollouts.take_over(trial)
+    status = _follow(store, trial.model, generation, None)
+    rollouts.finish(trial.model, generation, with_share=False, has_failed=status != 0)
     return status
 
 
-def _version_of(store: NodeStore, generation: int) -> str:
-    """Raises ValueError."""
-    for wanted in store.wanted():
-        if wanted.generation == generation:
-            return wanted.version
-    raise ValueError(f"generation {generation} was unloaded meanwhile")
+def rollouts_of(settings: ConnectionSettings, store: NodeStore) -> Rollouts:
+    """What this operator does with versions that nodes serve."""
 
+    @contextmanager
+    def open_traffic(model: str) -> Iterator[Traffic]:
+        keys = Keys(model, settings.prefix)
+        link = Link(settings.redis_url, name=f"carpool-share-{os.getpid()}", key=keys.shares)
+        try:
+            yield Traffic(link, keys)
+        finally:
+            link.close()
 
-def set_share(settings: ConnectionSettings, model: str, version: str | None, share: int = 0) -> None:
-    """Give this share of the traffic to a version, and the rest to the others; None: no version has one."""
-    keys = Keys(model, settings.prefix)
-    link = Link(settings.redis_url, name=f"carpool-share-{os.getpid()}", key=keys.shares)
-    try:
-        traffic, shares = Traffic(link, keys), {} if version is None else {version: share}
-        if shares != traffic.shares():
-            traffic.set(shares, actor=this_operator())
-    finally:
-        link.close()
+    return Rollouts(store, open_traffic, this_operator())
 
 
 def _parameters(words: Sequence[str]) -> dict[str, str]:
@@ -181,30 +161,18 @@ def _follow(store: NodeStore, name: str, generation: int, timeout_s: float | Non
 
 
 def _follow_on(store: NodeStore, name: str, generation: int, timeout_s: float | None) -> int:
-    began_s = time.monotonic()
-    told, lacking_since_s = "", None
+    following, began_s, told = Following(store, name, generation), time.monotonic(), ""
     while True:
-        state, reason = store.outcome(name, generation)
         now_s = time.monotonic()
-        if state is OutcomeState.SERVING:
-            print(printable_lines(reason))
+        text, has_ended, has_failed = following.look(now_s)
+        if has_failed:
+            return _fail(text)
+        if has_ended:
+            print(printable_lines(text))
             return 0
-        if state in (OutcomeState.FAILED, OutcomeState.GONE):
-            return _fail(f"{name} {_HOW[state]}: {reason}")
-        if state is not OutcomeState.WAITING:
-            lacking_since_s = None
-        elif lacking_since_s is None:
-            lacking_since_s = now_s
-        elif now_s - lacking_since_s > SHORTAGE_S_MAX:
-            given_up = store.fail(name, generation, reason)
-            rest = "" if given_up else ". It remains wanted, for nodes that have room later"
-            return _fail(f"{reason}{rest}")
         if timeout_s is not None and now_s - began_s > timeout_s:
-            return _fail(f"after {timeout_s:g} s {reason}. It remains wanted")
-        if reason != told:
-            told = reason
-            complain(reason)
+            return _fail(f"after {timeout_s:g} s {text}. It remains wanted")
+        if text != told:
+            told = text
+            complain(text)
         time.sleep(POLL_S)
-
-
-_HOW: Final = {OutcomeState.FAILED: "is not loaded", OutcomeState.GONE: "does not serve"}

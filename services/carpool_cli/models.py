@@ -22,6 +22,7 @@ from carpool.store.dead_letters import DeadLetters
 from carpool.store.declarations import Declarations
 from carpool.store.directory import Directory, in_streams_of_versions, take_snapshot, texts
 from carpool.store.eviction import eviction_warning
+from carpool.store.overrides import describe_unregistered as describe_unregistered  # noqa: PLC0414
 from carpool.store.unregistered import Unserved, find_unregistered
 from carpool.wire.orders import DrainOrder, Paused, read_drain_order
 from carpool.wire.registration import (
@@ -239,12 +240,6 @@ def describe_workers(model: str, found: Mapping[str, Mapping[str, int]]) -> str:
 
 def _is_loading(link: Link, keys: Keys) -> bool:
     return bool(link.call("EXISTS", keys.loading))
-
-
-def describe_unregistered(model: str, registered: Sequence[str]) -> str:
-    """The error for a model that is not registered, with the models that are."""
-    hint = f"registered models: {', '.join(registered)}" if registered else "`carpool up square` serves one"
-    return f"model {model!r:.140} is not registered; {hint}"
 
 
 def show(states: Sequence[ModelState], screen: Screen) -> None:

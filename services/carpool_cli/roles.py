@@ -244,6 +244,8 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("carpool simulate --record: read arrival times", "xread", "batches"),
         Grant("read and delete dead letters", "xrange xrevrange xdel xtrim xinfo|stream", "dead"),
         Grant("carpool dead replay: send each once", "multi exec watch unwatch", "dead"),
+        Grant("carpool console: run scripts that list them", "evalsha eval", "dead"),
+        _Lua("dead_page"),
         Grant("carpool where: read what a batcher answers", "get", "answer"),
         Grant("carpool where: see whether a result is kept, and until when", "exists pttl", "result"),
         Grant("carpool where: see until when a result that is read by ID is kept", "pttl", "replies"),

@@ -13,8 +13,7 @@ from carpool.settings import ConnectionSettings, read_settings
 from carpool.shown import complain, printable_lines
 from carpool.store.connection import CommandError, LinkError
 from carpool.store.nodes import NodeStore
-from carpool_cli.load import POLL_S, open_link, set_share
-from carpool_cli.operator_name import this_operator
+from carpool_cli.load import POLL_S, open_link, rollouts_of
 from carpool_cli.refused import explain
 from carpool_cli.screen import count
 
@@ -63,11 +62,9 @@ def unload(
     numbers = {
         wanted.generation for wanted in before if wanted.model == model and version in (None, wanted.version)
     }
-    if not store.unload(model, version, actor=this_operator()):
+    if not rollouts_of(settings, store).unload(model, version):
         loaded = ", ".join(sorted(wanted.title for wanted in before)) or "nothing is"
         return _fail(f"{title} is not loaded; loaded: {loaded}")
-    if store.snapshot().trial(model) is None:
-        set_share(settings, model, None)
     told = 0
     while wait:
         snapshot = store.snapshot()

@@ -14,10 +14,13 @@ from markupsafe import Markup
 
 from carpool.address import without_password
 from carpool.cluster import is_cluster
+from carpool.errors import UnavailableError
 from carpool.settings import ConsoleSettings
 from carpool.shown import printable
-from carpool.store.connection import Link
+from carpool.store.connection import CommandError, Link
 from carpool_console import formats
+from carpool_console.dead_indexes import DeadIndexes
+from carpool_console.jobs import Jobs
 from carpool_console.proxies import Proxies
 from carpool_console.reader import SharedReader
 from carpool_console.sessions import Attempts, Sessions
@@ -25,6 +28,7 @@ from carpool_console.users import Users
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 LINKS_MAX: Final = 8  # connections that are kept for later
+JOBS_END_S: Final = 5.0  # in which jobs stop when the process ends
 _TIMEOUT_S: Final = 5.0
 
 
@@ -57,6 +61,8 @@ class Console:
         self.static_version = ""
         self.cookie = f"carpool_console_{settings.port}"  # browsers keep cookies of all ports together
         self._name = name
+        self.dead = DeadIndexes(self.link, settings.prefix)
+        self.jobs = Jobs(_explained)
         self._links: LifoQueue[Link] = LifoQueue(LINKS_MAX)
         self._environment = _environment()
 
@@ -97,9 +103,20 @@ class Console:
         )
 
     def close(self) -> None:
-        """Close all connections that are not in use."""
+        """Have jobs stop, and close all connections that are not in use."""
+        self.jobs.close(JOBS_END_S)
+        self.dead.close()
         while not self._links.empty():
             self._links.get().close()
+
+
+def _explained(error: Exception) -> str | None:
+    """Why a job failed, for people; None for what no job should raise."""
+    if isinstance(error, UnavailableError):
+        return f"Redis does not answer: {error.detail}. What was done until then is done"
+    if isinstance(error, CommandError):
+        return f"Redis refused a command: {error}"
+    return None
 
 
 def _environment() -> Environment:
@@ -121,6 +138,8 @@ def _environment() -> Environment:
             "milliseconds": formats.milliseconds,
             "bytes": formats.size,
             "plural": formats.plural,
+            "utc": formats.utc,
+            "iso": formats.iso,
             "exact": Exact,
         }
     )

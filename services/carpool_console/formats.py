@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Final
 
 UNKNOWN: Final = "–"
@@ -11,6 +12,23 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 def number(value: float | None) -> str:
     """Such as `12,345`."""
     return UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def utc(at_ms: float) -> str:
+    """A time for people, such as `2026-11-27 14:00:05 UTC`; of one that no calendar has, the number."""
+    return _formatted(at_ms, "%Y-%m-%d %H:%M:%S UTC")
+
+
+def iso(at_ms: float) -> str:
+    """The same time for programs."""
+    return _formatted(at_ms, "%Y-%m-%dT%H:%M:%SZ")
+
+
+def _formatted(at_ms: float, form: str) -> str:
+    try:
+        return datetime.fromtimestamp(at_ms // 1000, UTC).strftime(form)
+    except (ValueError, OverflowError, OSError):
+        return str(at_ms)
 
 
 def rate(per_s: float | None) -> str:

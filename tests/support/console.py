@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import unescape
 from typing import Protocol
 from urllib.parse import urlencode, urlsplit
@@ -46,7 +46,9 @@ class Browser:
         """GET a page."""
         return self._send("GET", path, b"", headers)
 
-    def post(self, path: str, fields: Mapping[str, str], **headers: str) -> Answer:
+    def post(
+        self, path: str, fields: Mapping[str, str] | Sequence[tuple[str, str]], **headers: str
+    ) -> Answer:
         """POST a form, from a page of the console."""
         sent = {"origin": self.origin, "content-type": "application/x-www-form-urlencoded", **headers}
         return self._send("POST", path, urlencode(fields).encode(), sent)

@@ -18,6 +18,7 @@ from carpool.store import (
     bound,
     connection,
     dead_letters,
+    dead_pages,
     directory,
     eviction,
     kept,
@@ -213,7 +214,7 @@ STORES: Final = {
     "control": (nodes, directory),  # beside what the role gateway has
     "batcher": (batcher, reader, results, upkeep),
     "worker": (worker, steps, bound, seats, results, dead_letters),
-    "admin": (nodes, directory, operations),
+    "admin": (nodes, dead_pages, directory, operations),
 }
 
 

@@ -5,32 +5,31 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import pytest
 
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.settings import read_settings
+from carpool.store import overrides
 from carpool.store.directory import ModelOverview, ProcessMemory
-from carpool.wire.audit import Actor
-from carpool.wire.registration import encode_settings_from
-from carpool.wire.report import BatcherReport, Gauges
-from carpool_cli import config
-from carpool_cli.config import (
+from carpool.store.overrides import (
     SHOWN_CHARS_MAX,
     ConfigError,
-    ConfigSettings,
     ConfiguredSetting,
-    configure,
-    describe_memory,
     describe_policy,
     parse,
     resolve,
-    show,
-    show_changes,
     verdict,
 )
+from carpool.wire.audit import Actor
+from carpool.wire.registration import encode_settings_from
+from carpool.wire.report import BatcherReport, Gauges
+from carpool_cli.config import ConfigSettings, describe_memory, show, show_changes
 from carpool_cli.screen import Screen
+
+configure = partial(overrides.configure, actor=Actor("ann@host", "command"))
 
 
 class FakeDirectory:
@@ -411,7 +410,7 @@ def test_batcher_has_a_verdict_on_a_change(
     reports: list[BatcherReport | None],
     expected: BatcherReport | None,
 ) -> None:
-    monkeypatch.setattr(config, "_POLL_S", 0.0)
-    monkeypatch.setattr(config, "VERDICT_S_MAX", 0.2)
+    monkeypatch.setattr(overrides, "_POLL_S", 0.0)
+    monkeypatch.setattr(overrides, "VERDICT_S_MAX", 0.2)
     directory: Any = ReportingDirectory(*reports)
     assert verdict(directory, "m", policy) == expected

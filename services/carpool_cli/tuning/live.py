@@ -20,9 +20,9 @@ from carpool.settings import ConnectionSettings
 from carpool.shown import complain
 from carpool.store.connection import CommandError, Link
 from carpool.store.directory import Directory, take_snapshot
+from carpool.store.overrides import ConfigError
 from carpool.wire.batches import decode_batch, decode_settled
 from carpool.wire.report import BatcherReport
-from carpool_cli.config import ConfigError
 from carpool_cli.models import describe_unregistered
 from carpool_cli.refused import explain
 from carpool_cli.tuning.arrivals import TraceError

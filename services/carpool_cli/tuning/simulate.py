@@ -17,10 +17,11 @@ from carpool.keys import Keys
 from carpool.model_settings import POLICIES, ModelSettings
 from carpool.settings import ConnectionSettings, Milliseconds, read_settings
 from carpool.shown import printable_json
+from carpool.store.overrides import ConfigError, parse
 from carpool.wire.report import BatcherReport
 from carpool_batcher.core.learned.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
-from carpool_cli.config import Changes, ConfigError, parse
+from carpool_cli.config import Changes
 from carpool_cli.screen import Progress, ProgressBar, Screen, count, table
 from carpool_cli.tuning.arrivals import Recorded, traffic, write_trace
 from carpool_cli.tuning.calibrate import ROUND_TRIP_DEFAULT, measured

@@ -24,11 +24,15 @@ reads the state. A batch whose fetch was lost that way is reclaimed when its lea
     unregistered     what Redis has of models that nobody registered
     declarations     what each worker declares, of which the registration is made
     dead_letters     requests that were given up: read, sent again, dropped
+    dead_pages       these without their bodies, in pages
     operations       what an operator does to a model that is served: pause, resume, drain a worker
     workers          the workers of a model: what each has, and whether it drains
     audit            what operators did
     traffic          shares of a model's traffic by version
+    overrides        these of settings: checked, written, and what the batcher says of them
+    withdrawals      an operator withdraws requests
     nodes            which models of repositories are wanted
+    rollouts         a version comes beside others, or in their place: nodes and traffic together
     seats            which node has which model process of these
     detail           what a batcher tells of a model while somebody looks
     whereabouts      where a request is: asks its batcher, and looks
