@@ -14,6 +14,7 @@ from carpool.lifecycle import collect_garbage_rarely, keep_freed_memory, stop_on
 from carpool.logs import configure_logs
 from carpool.process_names import new_process_name
 from carpool.settings import BatcherSettings, read_settings
+from carpool.span_export import start_span_export
 from carpool_batcher.cluster import ClusterBatcher
 from carpool_batcher.custom_policies import load_policies
 from carpool_batcher.meter import BatcherMetrics
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     metrics = BatcherMetrics()
     try:
         policies = load_policies(settings.policies)
+        export = start_span_export(settings, metrics, "carpool-batcher")
         kind = ClusterBatcher if is_cluster(settings.redis_url) else BatcherService
         service = kind(settings.redis_url, settings.prefix, name, metrics, policies)
         serve_health(settings, metrics, service)
@@ -43,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     collect_garbage_rarely()
     stop.wait()
     service.stop()
+    if export is not None:
+        export.stop()
     log.info("batcher stopped", batcher=name)
     return 0
 

@@ -302,7 +302,7 @@ class Session:
         withdrawn = self.scheduler.carry_out_withdrawals(now_us)
         for batch_id, first, run in withdrawn.cancelled:  # their worker learns of it soon
             answers = list(_answers(first, run, now_us, *WITHDRAWN))
-            self._accounting.cancelled(self._answer_in_flight(batch_id, answers))
+            self._accounting.cancelled(self._answer_in_flight(batch_id, answers, [run]))
         refusals += withdrawn.refusals
         emptied += withdrawn.entries
 
@@ -363,7 +363,10 @@ class Session:
             ]
             yield
         if answered:
-            self._accounting.refused(answered, self._clock.now_us())
+            now_us = self._clock.now_us()
+            self._accounting.refused(answered, now_us)
+            if self._meter.spans is not None:
+                self._meter.spans.refused(answered, now_us)
         custom = scheduler.custom_policy
         if custom is not None and any(refusal.reason == "policy" for refusal in answered):
             policy = scheduler.settings.policy
@@ -372,6 +375,8 @@ class Session:
     def _dispatch(self, dispatches: Sequence[Dispatch], decided_us: int) -> Generator[None]:
         scheduler = self.scheduler
         remaining = scheduler.carry_out(dispatches, decided_us)
+        spans = self._meter.spans
+        dispatched_us = 0 if spans is None else self._clock.now_us()  # workers take batches from now on
         batches, changes, tickets = self._store.dispatch(
             remaining.dispatches,
             scheduler.settings.result_ttl_ms,
@@ -390,6 +395,9 @@ class Session:
                 dispatched.append(batch.dispatch)
         self._order.dispatched(tickets)
         self._accounting.dispatched(dispatched, self._clock.now_us())
+        if spans is not None:
+            in_flight = [(batch.batch_id, batch.dispatch) for batch in batches if batch is not None]
+            spans.dispatched(in_flight, dispatched_us)
         copies = remaining.finish()
         if copies:
             yield from self._refuse(copies)
@@ -410,7 +418,7 @@ class Session:
             answers = [
                 answer for first, run in runs for answer in _answers(first, run, now_us, status, detail)
             ]
-            answered = self._answer_in_flight(batch_id, answers)
+            answered = self._answer_in_flight(batch_id, answers, [run for _, run in runs])
             self._accounting.expired(batch_id, runs, answered)
             self.scheduler.in_flight.answered(run for first, run in runs if first in (answered or ()))
 
@@ -423,7 +431,7 @@ class Session:
             for first, run in zip(firsts, runs, strict=True)
             for answer in _answers(first, run, now_us, NOT_FOUND, detail)
         ]
-        answered = self._answer_in_flight(batch_id, answers)
+        answered = self._answer_in_flight(batch_id, answers, runs)
         if answered is None:
             return  # it settled
         self._accounting.abandoned(answered)
@@ -431,12 +439,20 @@ class Session:
         self._store.abandon(batch_id)
         self.scheduler.in_flight.forget(batch_id, now_us)
 
-    def _answer_in_flight(self, batch_id: str, answers: Sequence[Answer]) -> set[int] | None:
-        """Answer requests of a batch in flight. Returns the positions that were answered now.
+    def _answer_in_flight(
+        self, batch_id: str, answers: Sequence[Answer], runs: Sequence[Run]
+    ) -> set[int] | None:
+        """Answer these runs of a batch in flight. Returns the positions that were answered now.
 
         None if the batch settled, which is read later: see `store.reader`.
         """
-        return self._store.answer_in_flight(batch_id, answers, self.scheduler.settings.result_ttl_ms)
+        answered = self._store.answer_in_flight(batch_id, answers, self.scheduler.settings.result_ttl_ms)
+        spans = self._meter.spans
+        if spans is not None and answered:
+            now_us, batch = self._clock.now_us(), self.scheduler.in_flight.batches.get(batch_id)
+            dispatched_us = now_us if batch is None else batch.dispatched_us
+            spans.answered_in_flight(batch_id, runs, answers[0].result.status, dispatched_us, now_us)
+        return answered
 
     # --- a few times a second ------------------------------------------------------------------------------
 

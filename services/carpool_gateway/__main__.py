@@ -17,6 +17,7 @@ from carpool.logs import configure_logs
 from carpool.process_names import new_process_name
 from carpool.settings import GatewaySettings, read_settings
 from carpool.shown import complain
+from carpool.span_export import SpanExport, start_span_export
 
 try:
     import httptools as _httptools  # noqa: F401
@@ -61,13 +62,17 @@ def main(argv: Sequence[str]) -> int:
     _allow_connections(settings.connections_max)
     stop = stop_on_signals()
     log, name, metrics = structlog.get_logger(), new_process_name(), GatewayMetrics()
+    export: SpanExport | None = None
     try:
+        export = start_span_export(settings, metrics, "carpool-gateway")
         service = GatewayService(settings, metrics, name)
         serve_health(settings, metrics, service)
         (uvloop or asyncio).run(_serve(service, settings, name, stop))
     except (OSError, ValueError) as error:
         log.error("gateway cannot start", reason=str(error))
         return 1
+    if export is not None:
+        export.stop()
     log.info("gateway stopped", gateway=name)
     return 0
 

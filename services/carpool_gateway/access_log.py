@@ -8,6 +8,7 @@ from typing import Final, Protocol
 import structlog
 
 from carpool_gateway.meter import GatewayMetrics
+from carpool_gateway.spans import CallTrace, GatewaySpans
 
 GONE: Final = 499  # what nginx logs for a client that went away
 _OF_CLIENTS: Final = (501, 505)  # what a client asked for that is not there
@@ -23,12 +24,22 @@ class Answered(Protocol):
     model: str
     key_name: str
     started_s: float
+    trace: CallTrace | None
 
 
 class AccessLog:
     """Counts all answers, and logs those that are to be logged: those with 5xx, or all."""
 
-    def __init__(self, metrics: GatewayMetrics, *, logs_all: bool, logs_debug: bool) -> None:
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        *,
+        logs_all: bool,
+        logs_debug: bool,
+        spans: GatewaySpans | None = None,
+    ) -> None:
+        """`spans`: records those of calls whose traces are recorded; None if none are exported."""
+        self.spans = spans
         self._metrics = metrics
         self._log = structlog.get_logger()
         self._logs_all, self._logs_debug = logs_all, logs_debug
@@ -36,7 +47,12 @@ class AccessLog:
     def add(self, answered: Answered, code: int) -> None:
         """Add an answer with this status code, or GONE."""
         took_us = int((time.monotonic() - answered.started_s) * 1e6)
-        self._metrics.count_answer(answered.route, code, took_us)
+        trace = answered.trace
+        if trace is None or self.spans is None:
+            self._metrics.count_answer(answered.route, code, took_us)
+        else:
+            self._metrics.count_answer(answered.route, code, took_us, trace.context)
+            self.spans.ended(trace, answered.route, answered.model, code, took_us)
         if code < 500 and not self._logs_all and not self._logs_debug:
             return
         figures = {
@@ -47,6 +63,7 @@ class AccessLog:
             "request": answered.request_id,
             "model": answered.model,
             "key": answered.key_name,
+            **({} if trace is None else trace.context.logged),
         }
         if code >= 500 and code not in _OF_CLIENTS:
             self._log.warning("answered", **figures)

@@ -148,6 +148,8 @@ class Gateway:
             return
         exchange.route, exchange.parameters = route.name, place.parameters
         key = ANYBODY if route.scope == NO_SCOPE else self._key_for(exchange, route.scope)
+        if (spans := self._access_log.spans) is not None:
+            exchange.trace = spans.begin(route.name, exchange.headers)
         try:
             exchange.handler = route.handler_for(exchange, key)
         except CarpoolError as error:

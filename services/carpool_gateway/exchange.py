@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 
 from carpool_gateway.answers import HttpError, answer_of, error_answer
 from carpool_gateway.limits import BodyMemory
+from carpool_gateway.spans import CallTrace
 
 _NO_PARAMETERS: Final[Mapping[str, str]] = {}
 
@@ -92,6 +93,7 @@ class Exchange:
     takes_parts = True  # the client understands an answer in parts
     is_last = False  # the connection ends with its answer
     is_gone = False
+    trace: CallTrace | None = None  # if it is recorded
     is_chunked = False  # the answer is written in parts
     empty_part = b""  # a part that means nothing to the client, if there is such a one
     on_gone: Callable[[Exchange], None] | None = None

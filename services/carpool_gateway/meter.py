@@ -13,7 +13,8 @@ from carpool.prometheus import (
     Metric,
     floatToGoString,
 )
-from carpool.service_metrics import BucketCounts, CommonMetrics
+from carpool.service_metrics import Bucket, BucketCounts, CommonMetrics, cumulative
+from carpool.tracing import Context
 from carpool_gateway.server import Server
 
 _DURATIONS_US: Final = (
@@ -43,8 +44,8 @@ class GatewayMetrics(CommonMetrics):
         self.server: Server | None = None
         self.registry.register(_Collector(self))
 
-    def count_answer(self, route: str, code: int, took_us: int) -> None:
-        """Count an answer; the code 499 is a client that went away."""
+    def count_answer(self, route: str, code: int, took_us: int, trace: Context | None = None) -> None:
+        """Count an answer; the code 499 is a client that went away. `trace`: if it is recorded."""
         key = (route, code)
         answers = self._answers
         if key in answers:
@@ -53,6 +54,8 @@ class GatewayMetrics(CommonMetrics):
             answers[key] = 1
             self._durations.setdefault(route, BucketCounts(_DURATIONS_US))
         self._durations[route].observe_equal(took_us, 1)
+        if trace is not None:
+            self._durations[route].exemplify(took_us, trace)
 
     def families(self) -> Iterable[Metric]:
         """What is exported."""
@@ -93,11 +96,7 @@ class _Collector(Collector):
         return ()
 
 
-def _histogram(counts: BucketCounts) -> tuple[list[tuple[str, float]], float]:
+def _histogram(counts: BucketCounts) -> tuple[list[Bucket], float]:
     buckets, total_us = counts.snapshot()
-    below, cumulative = 0, []
     edges = [*map(floatToGoString, [bound / 1e6 for bound in _DURATIONS_US]), "+Inf"]
-    for edge, number in zip(edges, buckets, strict=True):
-        below += number
-        cumulative.append((edge, float(below)))
-    return cumulative, total_us / 1e6
+    return cumulative(edges, buckets, counts.sampled, 1e-6), total_us / 1e6

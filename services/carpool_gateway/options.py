@@ -10,6 +10,7 @@ from typing import Any, Final
 from carpool.client.options import RequestOptions
 from carpool.errors import InvalidArgumentError
 from carpool.messages.requests import JSON
+from carpool.tracing import TRACEPARENT, TRACESTATE
 from carpool.wire.content_types import checked
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -57,8 +58,9 @@ _OPTIONS: Final[Mapping[bytes, tuple[str, Callable[[str, str], Any]]]] = {
 
 
 def options_of(headers: Mapping[bytes, bytes], *, reads_accept: bool = True) -> RequestOptions:
-    """The options in the headers `Carpool-*`, `traceparent` and, if `reads_accept`, `Accept`. Raises
-    InvalidArgumentError, which names the header, also for one of an unknown name: it is probably misspelt."""
+    """The options in the headers `Carpool-*`, `traceparent` with `tracestate` and, if `reads_accept`,
+    `Accept`. Raises InvalidArgumentError, which names the header, also for one of an unknown name: it is
+    probably misspelt."""
     options: dict[str, Any] = {}
     fields: dict[str, str | bytes] = {}
     for name in headers:
@@ -76,7 +78,9 @@ def options_of(headers: Mapping[bytes, bytes], *, reads_accept: bool = True) -> 
                 f"{', '.join(map(_shown, _OPTIONS))}, and Carpool-Field-NAME"
             )
     if (trace := headers.get(b"traceparent")) is not None:
-        fields["traceparent"] = trace
+        fields[TRACEPARENT] = trace
+        if (state := headers.get(b"tracestate")) is not None:
+            fields[TRACESTATE] = state
     if fields:
         options["fields"] = fields
     if reads_accept and (accept := headers.get(b"accept")) is not None and (wanted := accepted(accept)):

@@ -29,6 +29,7 @@ from carpool_gateway.probes import Probes
 from carpool_gateway.redis_calls import RedisCalls
 from carpool_gateway.routes import Router
 from carpool_gateway.server import Server
+from carpool_gateway.spans import GatewaySpans
 from carpool_gateway.tensor_requests import TensorRequests
 from carpool_gateway.v1.handlers import OpenAIHandlers
 from carpool_gateway.v1.infer import OpenAIInference
@@ -117,7 +118,10 @@ class GatewayService:
             origins=settings.origins,
         )
         access_log = AccessLog(
-            metrics, logs_all=settings.access_log, logs_debug=settings.log_level == "debug"
+            metrics,
+            logs_all=settings.access_log,
+            logs_debug=settings.log_level == "debug",
+            spans=metrics.record_spans and GatewaySpans(metrics.record_spans, settings.trace_ratio),
         )
         gateway = Gateway(Router(routes_of(native, v1, v2, Probes(self, metrics))), self._keys, access_log)
         self._server = metrics.server = Server(gateway, limits, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from carpool.messages.batches import Batch
 from carpool_worker.summary_log import SummaryLog
@@ -44,9 +45,11 @@ class BatchLog(SummaryLog):
         dead: int,
         error: str = "",
         waited_us: int = 0,
+        trace: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`replica` committed a batch. `statuses` counts its results by status, `dead` its dead letters.
-        `error`: what failed last in it. `waited_us`: for how long it waited for a model process.
+        `error`: what failed last in it. `waited_us`: for how long it waited for a model process. `trace`: the
+        IDs of its span, if it has one.
 
         The queue delay of a batch is that of its oldest request, with that wait.
         """
@@ -78,6 +81,7 @@ class BatchLog(SummaryLog):
                 epoch=batch.epoch,
                 dead=dead,
                 replica=replica,
+                **trace,
             )
 
     def _summarize(self) -> None:

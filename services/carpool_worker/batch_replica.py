@@ -173,4 +173,4 @@ class BatchReplica(ReplicaLoop[Item]):
             positions = [positions[index] for index in indexes]
         located = [execution.locate(position) for position in positions[:IDS_SHOWN_MAX]]
         requests = [(execution.batch, run.correlation_ids[index]) for run, index in located]
-        return shown_requests(requests, len(positions))
+        return shown_requests(requests, len(positions)) | execution.logged_trace

@@ -38,7 +38,7 @@ class Reclaimer:
     ) -> None:
         """`interval_ms`: how often they are looked for. None: a few times in each lease."""
         self._member = member
-        self._metrics = metrics
+        self.metrics = metrics
         self._store = store
         self._lease_ms = lease_ms
         self._interval_s = (lease_ms / RECLAIMS_PER_LEASE if interval_ms is None else interval_ms) / 1000
@@ -55,7 +55,7 @@ class Reclaimer:
             self._due_at_s = now_s + self._interval_s
             return None
         batch, progress = reclaimed
-        self._metrics.redelivered()
+        self.metrics.redelivered()
         self._log.warning(
             "batch reclaimed",
             model=self._store.keys.model,
@@ -88,6 +88,7 @@ class Source(ABC, Generic[Item, Store]):
         self._member = member
         self._store = store
         self._reclaimer = reclaimer
+        self._spans = reclaimer.metrics.spans
         self._register = register
         self.waiting = False  # for the reply to a question
         self.descriptor: int | None = None  # the socket to wait on for it
@@ -147,6 +148,8 @@ class Source(ABC, Generic[Item, Store]):
         failures, execution.states = self._store.load(execution.batch, execution.answered_before)
         for position, detail in failures.items():
             execution.fail(position, INVALID_ARGUMENT, detail)
+        if self._spans is not None:
+            execution.trace = self._spans.take(execution.batch, self._store.clock.now_us())
         return execution
 
     def _register_again(self, error: CommandError) -> None:

@@ -336,6 +336,7 @@ class Codec:
             _deadlines(execution, positions),
             execution.batch.max_result_bytes,
             max_execution_ms=execution.batch.max_execution_ms,
+            trace=() if execution.trace is None else execution.trace.batch.headers,
         )
         if self._pads:
             header = header._replace(sizes=_by_input([execution.sizes[position] for position in positions]))

@@ -23,6 +23,7 @@ from carpool_worker.batch_log import BatchLog
 from carpool_worker.execution import Execution
 from carpool_worker.member import Member
 from carpool_worker.meter import WorkerMetrics
+from carpool_worker.spans import FENCED
 
 COMMIT_BYTES_MAX: Final = 256 * 1024 * 1024  # a commit is one command, which Redis limits to 1 GB
 
@@ -50,8 +51,8 @@ class Committer:
         except CommandError as error:
             raise _fenced_if_emptied(execution, error) from error
         output_us = (time.monotonic_ns() - started_ns) // 1000
-        counts = execution.counts()
-        self._metrics.committed(execution, counts, output_us, self._store.clock.now_us())
+        counts, now_us = execution.counts(), self._store.clock.now_us()
+        self._metrics.committed(execution, counts, output_us, now_us)
         self._batch_log.committed(
             self._member.name,
             execution.batch,
@@ -60,7 +61,10 @@ class Committer:
             len(execution.dead_letters),
             execution.error,
             execution.waited_us,
+            execution.logged_trace,
         )
+        if self._metrics.spans is not None:
+            self._metrics.spans.ended(execution, now_us)
         if execution.dead_letters:
             self.trim_dead_letters()
 
@@ -159,7 +163,10 @@ class Committer:
             model=self._store.keys.model,
             batch=execution.batch.id,
             epoch=execution.batch.epoch,
+            **execution.logged_trace,
         )
+        if self._metrics.spans is not None:
+            self._metrics.spans.ended(execution, self._store.clock.now_us(), FENCED)
 
 
 def trim_dead_letters(store: WorkerStore, metrics: WorkerMetrics) -> None:

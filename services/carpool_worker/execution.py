@@ -22,6 +22,7 @@ from carpool.messages.sequences import SequenceChange
 from carpool.messages.settled import ExecutedOf
 from carpool.parts import Buffer
 from carpool.rows import Rows
+from carpool.tracing import Context, Event
 from carpool.wire.content_types import answer_type
 from carpool.wire.field_hints import warnings_of
 from carpool_worker.model_process.frames import DEATHS_MAX, FrameHeader, RequestFields
@@ -66,6 +67,30 @@ class ResultCounts(NamedTuple):
     by_run: Sequence[tuple[BatchedRun, int]]
 
 
+class TracedRun(NamedTuple):
+    """A run whose trace is recorded: its number in the batch, the span of its producer, and its own span."""
+
+    number: int
+    parent: Context
+    context: Context
+
+
+@dataclass(slots=True, eq=False)
+class BatchTrace:
+    """The spans of a batch in hand, of which requests have traces that are recorded (`spans`).
+
+    `batch`: its own span, whose `parent` is None if it begins a trace. `taken_us`: when it was taken, by
+    Redis's clock. `events`: of a stream, and how many chunks it had.
+    """
+
+    runs: Sequence[TracedRun]
+    batch: Context
+    parent: Context | None
+    taken_us: int
+    events: list[Event] = field(default_factory=list)
+    chunks: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Execution:
     """A batch, its frames that are not executed yet, and the results so far."""
@@ -106,6 +131,12 @@ class Execution:
     # The states of the sequences, by position: those that were loaded, and after the execution the new ones.
     states: dict[int, bytes] = field(default_factory=dict)
     sizes: dict[int, dict[str, list[int]]] = field(default_factory=dict)  # true ones of padded inputs
+    trace: BatchTrace | None = None  # if one of its requests has a trace that is recorded
+
+    @property
+    def logged_trace(self) -> dict[str, str]:
+        """What a line of the log about it shows of its trace; nothing if it has none."""
+        return {} if self.trace is None else self.trace.batch.logged
 
     @property
     def is_suspect(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from carpool.errors import (
@@ -22,8 +23,10 @@ from carpool.prometheus import Counter, Gauge, Info
 from carpool.service_metrics import DURATIONS_US, BucketCounts, CommonMetrics, Histogram, counter_value
 from carpool.store.dead_letters import DEAD_LETTER_LIMITS
 from carpool.store.steps import StepWrite
+from carpool.tracing import Record
 from carpool_worker.execution import Execution, ResultCounts
 from carpool_worker.own_metrics import OwnMetrics
+from carpool_worker.spans import WorkerSpans
 
 # The reason label by status. Exported from zero: Prometheus's rate() misses the first value of a new series.
 _REASONS: Final = {
@@ -142,10 +145,21 @@ class WorkerMetrics(CommonMetrics):
             "carpool_model_process_gpu_memory_bytes",
             "Memory of GPUs that a model process takes; 0 where the driver does not tell",
         )
+        self.spans: WorkerSpans | None = None  # if spans are exported
         self.own = OwnMetrics(model)
         self.registry.register(self.own)
         self.in_hand = self._gauge(
             "carpool_batches_in_hand", "Batches that this worker has fetched and not committed"
+        )
+
+    def make_spans(self, record: Record) -> None:
+        """From now on requests have spans, if their traces are recorded."""
+        self.spans = WorkerSpans(
+            self._model,
+            record,
+            self._request.exemplify,
+            self._infer.exemplify,
+            partial(self.spans_dropped, "queue_full"),
         )
 
     def set_version(self, version: str) -> None:

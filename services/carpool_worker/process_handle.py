@@ -31,6 +31,7 @@ from carpool_worker.model_process.frames import (
     LoadFailed,
     Measured,
     MessageReader,
+    ModelSpans,
     OutcomeHeader,
     ProcessGoneError,
     Raised,
@@ -44,13 +45,21 @@ from carpool_worker.model_process.frames import (
 _SOCKET_BYTES: Final = 4 * 1024 * 1024  # two batches of tensors, so that sending seldom blocks
 STOP_S: Final = 10.0
 _ALIVE_S: Final = 0.5  # how often it is looked, while a model is loaded, whether its process is alive
-_OF_THE_WORKER: Final = ("CARPOOL_REDIS_", "CARPOOL_PARAM")  # what these variables begin with
+_OF_THE_WORKER: Final = (
+    "CARPOOL_REDIS_",
+    "CARPOOL_PARAM",
+    "CARPOOL_OTLP_",
+)  # what these variables begin with
 _WROTE: Final = "its model wrote into the connection to its worker"
 Message = TypeVar("Message")
 
 
 def _ignore(_measured: Measured) -> None:
     """Until the worker has set `on_measured`."""
+
+
+def _ignore_spans(_spans: ModelSpans) -> None:
+    """Nothing exports them."""
 
 
 class ModelLoadError(Exception):
@@ -108,6 +117,7 @@ class ProcessHandle:
         self.ready = False  # the model is loaded
         self.on_measured: Callable[[Measured], None] = _ignore  # is told what the model measures of itself
         self.has_measured = False  # it was told something by this process
+        self.on_spans: Callable[[ModelSpans], None] = _ignore_spans  # is told what the model records
         self.raised: list[Raised] = []  # what the process told; for the log, which takes it
         self._sent = 0  # the number of the last frame
         # Frames without an outcome by number, oldest first. Outcomes of an async model come in any order.
@@ -120,7 +130,7 @@ class ProcessHandle:
             self._location, self.device, self._load_s_max, processes=self._sharing, replica=self._replica
         )
         new._configuration = self._configuration
-        new.on_measured = self.on_measured
+        new.on_measured, new.on_spans = self.on_measured, self.on_spans
         return new
 
     def exchange(self, other: ProcessHandle) -> None:
@@ -305,6 +315,10 @@ class ProcessHandle:
             if measured is not None:
                 self.has_measured = True
                 self.on_measured(measured)
+                return None
+            spans = ModelSpans.read(fields)
+            if spans is not None:
+                self.on_spans(spans)
                 return None
             ending = Ending.read(fields)
             if ending is not None:

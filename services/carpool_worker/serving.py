@@ -12,6 +12,7 @@ from carpool.keys import Keys
 from carpool.lifecycle import collect_garbage_rarely, stop_on_signals
 from carpool.logs import configure_logs
 from carpool.settings import WorkerSettings
+from carpool.span_export import SpanExport, start_span_export
 from carpool_worker.meter import WorkerMetrics
 from carpool_worker.process_handle import ModelLoadError
 from carpool_worker.served_model import ServedModel
@@ -34,8 +35,13 @@ def serve(
     os.environ["CARPOOL_SERVED_MODEL"] = model.name
     configure_logs(settings.log_level, "worker", model=model.name)
     log = structlog.get_logger()
+    export: SpanExport | None = None
     try:
         metrics = WorkerMetrics(model.name)
+        export = start_span_export(settings, metrics, "carpool-worker")
+        os.environ["CARPOOL_MODEL_SPANS"] = "" if export is None else "1"  # for the model processes
+        if export is not None:
+            metrics.make_spans(export.record)
         worker = Worker(
             settings.redis_url,
             Keys(model.name, settings.prefix),
@@ -65,4 +71,7 @@ def serve(
         worker.summarize_if_due()
         if worker.failed.is_set():
             return 1  # what is in hand is redelivered when the lease runs out
-    return 0 if worker.drain(settings.drain_s) else 1
+    is_clean = worker.drain(settings.drain_s)
+    if export is not None:
+        export.stop()
+    return 0 if is_clean else 1

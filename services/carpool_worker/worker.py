@@ -130,6 +130,8 @@ class Worker:
         metrics.watch_slots(self._slots_in_use, self._slots)
         for index, process in enumerate(self._processes):
             process.on_measured = partial(metrics.own.take, index)
+            if metrics.spans is not None:
+                process.on_spans = partial(metrics.spans.model_recorded, clock=self._clock)
         self._memory = [self._memory_of(process) for process in self._processes]
         metrics.watch_memory(self._memory)
 

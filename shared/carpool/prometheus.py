@@ -34,6 +34,7 @@ from prometheus_client.core import (  # noqa: E402
 )
 from prometheus_client.exposition import choose_encoder  # noqa: E402
 from prometheus_client.registry import Collector  # noqa: E402
+from prometheus_client.samples import Exemplar  # noqa: E402
 from prometheus_client.utils import floatToGoString  # noqa: E402
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "CollectorRegistry",
     "Counter",
     "CounterMetricFamily",
+    "Exemplar",
     "GCCollector",
     "Gauge",
     "GaugeMetricFamily",

@@ -9,15 +9,17 @@ Why: docs/decisions/0030.
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Final
+from typing import Final, NamedTuple
 
 from carpool.prometheus import (
     Collector,
     CollectorRegistry,
     Counter,
+    Exemplar,
     GCCollector,
     HistogramMetricFamily,
     Info,
@@ -27,6 +29,7 @@ from carpool.prometheus import (
     floatToGoString,
 )
 from carpool.store.connection import CommandError, LinkError
+from carpool.tracing import Context, Record
 
 # From a request that does not wait to a model that takes minutes; about three bounds for each factor of ten.
 DURATIONS_US: Final = (
@@ -42,14 +45,35 @@ REDIS_ERROR_KINDS: Final = frozenset(
 )  # fmt: skip
 
 
+Bucket = tuple[str, float] | tuple[str, float, Exemplar]  # its upper bound, what is below that, an example
+
+
+class Sampled(NamedTuple):
+    """A value of a request whose trace is recorded, for the bucket that it fell into."""
+
+    value: int
+    trace: Context
+    at_s: float
+
+    def exemplar(self, unit: float) -> Exemplar:
+        """As prometheus-client renders it, where the format is OpenMetrics."""
+        return Exemplar(self.trace.logged, self.value * unit, self.at_s)
+
+
 class BucketCounts:
-    """How many integers fell into each bucket of a histogram. Safe for any number of threads."""
+    """How many integers fell into each bucket of a histogram, and of each the last one with a trace, if there
+    is any. Safe for any number of threads."""
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0
         self._lock = threading.Lock()
+        self.sampled: dict[int, Sampled] = {}  # by the number of the bucket; replaced, never changed
+
+    def exemplify(self, value: int, trace: Context) -> None:
+        """This value, which is counted elsewhere, is one of a request with this trace."""
+        self.sampled[bisect_left(self._bounds, value)] = Sampled(value, trace, time.time())
 
     def observe(self, values: Sequence[int]) -> None:
         """Count these values, in the unit of the bounds. A value equal to a bound is below it. O(values)."""
@@ -107,12 +131,21 @@ class Histogram(Collector):
         edges = [*map(floatToGoString, bounds), "+Inf"]
         for model, model_counts in list(self._counts.items()):
             counts, total = model_counts.snapshot()
-            below, buckets = 0, []
-            for edge, count in zip(edges, counts, strict=True):
-                below += count
-                buckets.append((edge, float(below)))
+            buckets = cumulative(edges, counts, model_counts.sampled, self._unit)
             family.add_metric((model,), buckets, total * self._unit)
         return [family]
+
+
+def cumulative(
+    edges: Sequence[str], counts: Sequence[int], sampled: Mapping[int, Sampled], unit: float
+) -> list[Bucket]:
+    """The buckets of a histogram, as prometheus-client takes them."""
+    below, buckets = 0, list[Bucket]()
+    for at, (edge, count) in enumerate(zip(edges, counts, strict=True)):
+        below += count
+        one = sampled.get(at)
+        buckets.append((edge, float(below)) if one is None else (edge, float(below), one.exemplar(unit)))
+    return buckets
 
 
 def counter_value(counter: Counter) -> int:
@@ -122,7 +155,12 @@ def counter_value(counter: Counter) -> int:
 
 
 class CommonMetrics:
-    """What batchers and workers both measure. One instance per process."""
+    """What batchers and workers both measure. One instance per process.
+
+    `record_spans`: exports spans of requests whose traces are recorded; None if no collector is set.
+    """
+
+    record_spans: Record | None = None
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, unused
@@ -153,6 +191,25 @@ class CommonMetrics:
             registry=registry,
         )
         self._redis_errors.labels("link")
+        self._spans_dropped = Counter(
+            "carpool_spans_dropped",
+            "Spans that were not exported, by reason: the queue was full, or the collector did not take them",
+            ("reason",),
+            registry=registry,
+        )
+        for reason in ("queue_full", "not_taken"):
+            self._spans_dropped.labels(reason)
+        self._spans_exported = Counter(
+            "carpool_spans_exported", "Spans that the collector took", registry=registry
+        )
+
+    def spans_dropped(self, reason: str, number: int) -> None:
+        """Spans were not exported: see `span_export`."""
+        self._spans_dropped.labels(reason).inc(number)
+
+    def spans_exported(self, number: int) -> None:
+        """The collector took that many spans."""
+        self._spans_exported.inc(number)
 
     def error(self, error: BaseException) -> None:
         """An iteration of a loop failed. Counted if Redis was the cause."""

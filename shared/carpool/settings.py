@@ -63,6 +63,15 @@ def _prefix(prefix: str) -> str:
     return prefix
 
 
+def _http_url(url: str) -> str:
+    if url and not _HTTP_URL.fullmatch(url):
+        raise ValueError("must be an address of HTTP, such as http://127.0.0.1:4318")
+    return url
+
+
+_HTTP_URL: Final = re.compile(r"https?://[^/\s]+(/\S*)?")
+
+
 def _split_commas(value: object) -> object:
     return [name for name in value.split(",") if name] if isinstance(value, str) else value
 
@@ -132,6 +141,7 @@ OptionalPort = Annotated[
 ]
 Prefix = Annotated[str, AfterValidator(_prefix)]
 LogLevel = Literal["debug", "info", "warning", "error"]
+OtlpEndpoint = Annotated[str, AfterValidator(_http_url)]
 
 
 _ENV_FILE: Final = Path(".env")
@@ -350,6 +360,10 @@ class CommonSettings(ConnectionSettings):
         ),
     )
     log_level: LogLevel = Field("info", description="minimum log level")
+    otlp_endpoint: OtlpEndpoint = Field(
+        "",
+        description="address of a collector of traces, such as http://127.0.0.1:4318 (default: no traces)",
+    )
 
 
 Policies = Annotated[
@@ -539,6 +553,21 @@ class GatewaySettings(CommonSettings):
     access_log: bool = Field(
         False, description="log every request; else those that fail with 5xx, and at the level debug all"
     )
+    trace_ratio: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the requests without a trace of their own for which one is recorded, 0 to 1",
+    )
+
+    @model_validator(mode="after")
+    def _check_traces(self) -> Self:
+        if self.trace_ratio and not self.otlp_endpoint:
+            raise ValueError(
+                f"{_flag('trace_ratio')} records traces, which need a collector: give its address with "
+                f"{_flag('otlp_endpoint')}"
+            )
+        return self
 
 
 def _networks(names: list[str]) -> list[str]:

@@ -128,7 +128,8 @@ def test_dashboard_and_alerts_use_existing_metrics() -> None:
     hidden = {family.name for family in families} - {exported[name] for name in shown}
     shown_by_models = {"carpool_dead_letters_dropped", "carpool_model", "carpool_version_requests"}
     of_few_models = {"carpool_model_cost", "carpool_decode_wait_seconds"}
-    assert hidden == {"carpool_build", *of_few_models, *shown_by_models}
+    of_traces = {"carpool_spans_dropped", "carpool_spans_exported"}
+    assert hidden == {"carpool_build", *of_few_models, *of_traces, *shown_by_models}
 
 
 # --- alerts, with synthetic series -------------------------------------------------------------------------

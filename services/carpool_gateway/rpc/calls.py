@@ -22,6 +22,7 @@ from carpool_gateway.answers import RETRY_AFTER, HttpError, answer_of
 from carpool_gateway.credentials import INFER, Key, KeyRing
 from carpool_gateway.limits import BodyMemory, Limits
 from carpool_gateway.options import given_request_id, options_of
+from carpool_gateway.spans import CallTrace
 
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _STATUSES: Final = {
@@ -39,6 +40,7 @@ class Call:
     method = "gRPC"
     model = key_name = ""
     key: Key
+    trace: CallTrace | None = None  # if it is recorded
 
     def __init__(self, calls: Calls, path: str, route: str, context: Any) -> None:
         self.calls = calls
@@ -54,6 +56,7 @@ class Call:
         """A request of this stream."""
         request = copy.copy(self)
         request.route, request.started_s, request.held_bytes = route, time.monotonic(), 0
+        request.trace = None  # the stream has a span
         return request
 
     def authorize(self, model: str = "", scope: str = INFER) -> Key:
@@ -134,6 +137,8 @@ class Calls:
         work: Callable[[Call, bytes], Coroutine[Any, Any, Any]],
     ) -> Any:
         call, code = Call(self, path, route, context), GONE
+        if (spans := self.access_log.spans) is not None:
+            call.trace = spans.begin(route, call.headers)
         self.in_flight += 1
         try:
             context.set_trailing_metadata((("x-request-id", call.request_id),))

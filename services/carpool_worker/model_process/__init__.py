@@ -14,6 +14,7 @@
     broken_devices   which errors say that the accelerator does not work any more in this process
     raised           what the model raised, for the log and for operators
     measured         what the model measures of itself
+    spans            traces of executions, and of what the model does
     printed          what the model prints and logs: in the log at once
     model            from a user's model to a loaded one
     loaded           a loaded model: its functions under one interface, and what it declares

@@ -25,6 +25,7 @@ from carpool_worker.model_process.frames import FrameHeader, OutcomeHeader
 from carpool_worker.model_process.loaded import LoadedModel, RequestInfo
 from carpool_worker.model_process.outputs import rows_of
 from carpool_worker.model_process.padding import TrueSizes, cut_rows
+from carpool_worker.model_process.spans import executed_in_span, executing
 from carpool_worker.model_process.states import States
 
 # Failures, layouts, payload, and why a result is too large, if one is.
@@ -79,7 +80,7 @@ def execution_of(
     calls: FrameCalls | None = None,
 ) -> Coroutine[Any, Any, Outcome]:
     """The execution of a frame's items: to be awaited, or given to `run_now`. As `execute_frame_async`."""
-    return execute_async(
+    running = execute_async(
         model,
         items,
         frame.requests,
@@ -91,6 +92,7 @@ def execution_of(
         frame.costs,
         calls,
     )
+    return executed_in_span(frame.trace, frame.size, running) if frame.trace else running
 
 
 def execute_bound_frame(
@@ -98,7 +100,9 @@ def execute_bound_frame(
 ) -> tuple[OutcomeHeader, list[Buffer]]:
     """The same of a model that binds sequences. No request is too late for it, and none is executed again."""
     items, requests = decode_items(frame, payload), [RequestInfo(*request) for request in frame.requests]
-    header, data = outcome_of(executor.model, frame, *timed(partial(executor.execute, items, requests)))
+    with executing(frame.trace, frame.size):
+        outcome, took_us = timed(partial(executor.execute, items, requests))
+    header, data = outcome_of(executor.model, frame, outcome, took_us)
     return header, [data]
 
 

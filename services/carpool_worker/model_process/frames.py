@@ -3,8 +3,8 @@
 A worker first sends what the model is loaded with (`configuration`), and the model process the result of
 loading: Ready or LoadFailed. Then each frame that the worker sends is answered by one outcome, in order (of
 an async model in any order), or by Ending, if the process is unhealthy and ends. Raised may come ahead of
-either, and Again ahead of an outcome, if the process wants the frame once more. A message is a msgpack header
-and a payload of raw bytes, over a socket pair.
+either, Measured and ModelSpans at any time, and Again ahead of an outcome, if the process wants the frame
+once more. A message is a msgpack header and a payload of raw bytes, over a socket pair.
 
 A model may write into the socket by mistake, for example to a descriptor that it has closed already. So both
 ends of a message are marked, and its lengths are believed only between the marks. Bytes that were written
@@ -34,6 +34,7 @@ from carpool.metrics import Change, Kind
 from carpool.model_settings import RESULT_BYTES_DEFAULT, ModelKind
 from carpool.parts import Buffer
 from carpool.spoken import NOT_SPOKEN, Spoken
+from carpool.tracing import Span
 from carpool.wire.tensors import (
     WIDTHS,
     Array,
@@ -66,6 +67,7 @@ _LOAD_FAILED: Final = "load failed"
 _ENDING: Final = "ending"
 _RAISED: Final = "raised"
 _MEASURED: Final = "measured"
+_SPANS: Final = "spans"
 _AGAIN: Final = "again"
 _END_SEQUENCES: Final = "end"
 _WITHDRAW_CALLS: Final = "cancel"
@@ -121,6 +123,7 @@ class FrameHeader(NamedTuple):
     that tells the cost of a body.
     `callers`: of each request what the requests to other models inherit, only for a model that asks for it.
     `max_execution_ms`: after which time a body whose deadline has passed is not decoded any more.
+    `trace`: the `traceparent` and `tracestate` of the span of its batch; empty if that has none.
     """
 
     first: int
@@ -134,6 +137,7 @@ class FrameHeader(NamedTuple):
     costs: Sequence[tuple[int, int]] = ()
     callers: Sequence[CallerFields] = ()
     max_execution_ms: int | None = None
+    trace: Sequence[str] = ()
     redis_ahead_us: int = 0  # set when the frame is sent
     number: int = 0  # set when the frame is sent, and returned with its outcome
 
@@ -286,6 +290,26 @@ class Measured(NamedTuple):
         if any(len(values) != len(labels) or len(changed) != numbers for values, changed in read):
             raise ValueError("these are not the values of a metric")
         return cls(name, kind, documentation, tuple(labels), tuple(buckets), read)
+
+
+class ModelSpans(NamedTuple):
+    """Model process to worker, at any time: spans that the model has recorded, and how many were too many."""
+
+    spans: Sequence[Span]
+    dropped: int
+
+    def message(self) -> tuple[Any, ...]:
+        """The header of the message, which has no payload."""
+        return (_SPANS, [span.to_fields() for span in self.spans], self.dropped)
+
+    @classmethod
+    def read(cls, fields: Sequence[Any]) -> Self | None:
+        """The message of which these are the header's fields; None if it is another one. Raises ValueError or
+        TypeError if they are not those of spans."""
+        if not fields or fields[0] != _SPANS:
+            return None
+        _, spans, dropped = fields
+        return cls([Span.of_fields(span) for span in spans], int(dropped))
 
 
 _MEASURED_TYPES: Final = [str, str, str, str, list, list, list]

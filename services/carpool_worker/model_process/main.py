@@ -37,6 +37,7 @@ from carpool_worker.model_process.loaded import Beside, LoadedModel, description
 from carpool_worker.model_process.model import LoadError, SteppingModel, load_configured
 from carpool_worker.model_process.printed import show_output
 from carpool_worker.model_process.raised import RaisedLog
+from carpool_worker.model_process.spans import record_spans_of_model
 from carpool_worker.model_process.stepping.loop import StepLoop
 
 EXIT_UNHEALTHY: Final = 70
@@ -78,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except frames.ProcessGoneError:  # the worker ended
         return 1
+    record_spans_of_model()
     frames.send_load_result(sock, description_of(model))
     raised = RaisedLog(partial(_tell, sender))
     try:

@@ -43,6 +43,7 @@ _IN_THE_URL: Final = tuple(
 )
 _OF_A_SEAT: Final = (
     "redis_url", "prefix", "log_level", "http_host", "lease_ms", "drain_s", "load_s_max", "finish_streams",
+    "otlp_endpoint",
 )  # fmt: skip
 
 

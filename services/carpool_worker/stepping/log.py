@@ -38,7 +38,8 @@ class StepLog(SummaryLog):
         with self._lock:
             self._ended[status] += 1
         if self._is_debug:
-            self._log.debug("batch", **{status: 1}, **_figures(request, write), replica=replica)
+            trace = request.execution.logged_trace
+            self._log.debug("batch", **{status: 1}, **_figures(request, write), replica=replica, **trace)
 
     def dropped(self, requests: Sequence[StepExecution]) -> None:
         """Requests were answered by a batcher, because they expired or were withdrawn."""

@@ -38,6 +38,7 @@ from carpool_worker.meter import WorkerMetrics
 from carpool_worker.model_process.stepping.frames import Admit, Configure, Drop, Resume, Step
 from carpool_worker.process_handle import ProcessHandle
 from carpool_worker.replica_loop import WAIT_S, ReplicaLoop, shown_requests
+from carpool_worker.spans import ANSWERED_AHEAD, FENCED, HANDED_OVER
 from carpool_worker.stepping.execution import StepExecution
 from carpool_worker.stepping.in_hand import InHand
 from carpool_worker.stepping.log import StepLog
@@ -303,7 +304,9 @@ class StepReplica(ReplicaLoop[Execution]):
         if indexes is not None:
             found = map(self._in_hand.get, dict.fromkeys(indexes))
             requests = [request for request in found if request is not None]
-        return shown_requests([(one.execution.batch, one.run.correlation_ids[0]) for one in requests])
+        trace = requests[0].execution.logged_trace if len(requests) == 1 else {}
+        shown = shown_requests([(one.execution.batch, one.run.correlation_ids[0]) for one in requests])
+        return shown | trace
 
     def _let_go_of_process(self) -> None:
         suspects = {*self._suspects, self._alone}  # one that was alone has not taken its steps
@@ -331,6 +334,7 @@ class StepReplica(ReplicaLoop[Execution]):
             for request, write in written.ended:
                 self._ended(request, write)
             self._drop_fenced(written.fenced)
+            self._spans_ended(written.answered, ANSWERED_AHEAD)
             self._forget(written.answered)
             self._step_log.dropped(written.answered)
             self._free_slots(written.mismatched)
@@ -351,6 +355,7 @@ class StepReplica(ReplicaLoop[Execution]):
             execution.results[0] = result
         self._metrics.ended(execution, execution.counts(), self._store.clock.now_us())
         self._step_log.ended(self.name, request, write)
+        self._spans_ended([request])
         if write.dead_letter is not None:
             self._committer.trim_dead_letters()
         self._forget([request])
@@ -360,8 +365,22 @@ class StepReplica(ReplicaLoop[Execution]):
         for request in requests:
             batch = request.execution.batch
             self._metrics.fenced()
-            self._log.warning("request dropped, another worker has it", batch=batch.id, epoch=batch.epoch)
+            self._log.warning(
+                "request dropped, another worker has it",
+                batch=batch.id,
+                epoch=batch.epoch,
+                **request.execution.logged_trace,
+            )
+        self._spans_ended(requests, FENCED)
         self._forget(requests)
+
+    def _spans_ended(self, requests: Sequence[StepExecution], outcome: str = "") -> None:
+        """Requests are over, or in other hands."""
+        spans = self._metrics.spans
+        if spans is not None:
+            now_us = self._store.clock.now_us()
+            for request in requests:
+                spans.ended(request.execution, now_us, outcome, is_step=True)
 
     def _free_slots(self, requests: Sequence[StepExecution]) -> None:
         """Have the model process end those of these requests that it generates."""
@@ -387,7 +406,8 @@ class StepReplica(ReplicaLoop[Execution]):
             handed_over = self._store.hand_over(self.name, batches)
             self._log.info("requests handed over", replica=self.name, requests=handed_over)
         self._source.forget_unloaded()
-        self._forget(list(self._in_hand))
+        self._spans_ended([*self._in_hand], HANDED_OVER)
+        self._forget([*self._in_hand])
 
     # --- for other threads ---------------------------------------------------------------------------------
 

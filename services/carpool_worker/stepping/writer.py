@@ -129,6 +129,9 @@ class StepWriter:
                 others[reply.state].append(request)
                 continue
             request.wrote(write, reply, settings.stream_buffer, now_s, now_us)
+            if request.execution.trace is not None and self._metrics.spans is not None:
+                told = [(chunk.index, chunk.merged) for chunk, _ in write.chunks]
+                self._metrics.spans.chunks_written(request.execution.trace, now_us, told)
             if write.result is None:
                 request.give_up_idle_reader(settings.reader_idle_ms)
         ended = [(request, write) for request, write in written if write.result is not None]

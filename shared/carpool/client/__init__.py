@@ -14,6 +14,7 @@ awaited       requests without a result
 sinks         where values go: to futures, to a window in order, or to one array
 envelopes     sinks of front ends: results and chunks with the bytes of their bodies
 streams       where chunks go: to an iterator for each request
+spans         traces of what is sent, if the program has set up OpenTelemetry
 enqueued      requests whose results any process reads by their IDs
 sequences     requests to a model that keeps a state between them
 reading       results -> values, for sinks

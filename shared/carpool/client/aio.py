@@ -37,6 +37,7 @@ from carpool.client.retries import each_with_retries, with_retries
 from carpool.client.sending import Sender
 from carpool.client.sequences import AsyncSequence, SequenceProgress
 from carpool.client.sinks import FutureSink, Gathering, Reply, ReplySink, Window
+from carpool.client.spans import begin, together
 from carpool.client.streams import AsyncStream, StreamSink, StreamTarget
 from carpool.errors import CarpoolError
 from carpool.store.kept import RequestStatus
@@ -179,7 +180,7 @@ class AsyncClient:
         future = (
             self._packer.loop.create_future()
         )  # here, because a coroutine more for each request is slower
-        correlation_id = self._sender.add(channel, body, options, self._values, future)
+        correlation_id = self._sender.add_traced(channel, body, options, self._values, future)
         try:
             return await future
         except asyncio.CancelledError:
@@ -205,7 +206,7 @@ class AsyncClient:
             body, options = self._encoder.snapshot(body, options)
             channel, options = await self._find(model, options)
         future = self._packer.loop.create_future()
-        correlation_id = self._sender.add(channel, body, options, sink, future)
+        correlation_id = self._sender.add_traced(channel, body, options, sink, future)
         try:
             return await future
         except asyncio.CancelledError:
@@ -223,7 +224,7 @@ class AsyncClient:
             body, options = self._encoder.snapshot(body, options)
             return asyncio.ensure_future(self._infer(self._values, model, body, options))
         future = self._packer.loop.create_future()
-        correlation_id = self._sender.add(channel, body, options, self._values, future)
+        correlation_id = self._sender.add_traced(channel, body, options, self._values, future)
         future.add_done_callback(
             lambda done: self._packer.withdraw(correlation_id, done) if done.cancelled() else None
         )
@@ -249,6 +250,17 @@ class AsyncClient:
         The first error is raised, and the other requests are withdrawn, as they are if this is cancelled.
         With `return_exceptions` the results are a list that has each error in its place.
         """
+        with together(model, options) as traced:
+            return await self._infer_many(model, bodies, in_flight, return_exceptions, traced)
+
+    async def _infer_many(
+        self,
+        model: str,
+        bodies: Array | Iterable[Any],
+        in_flight: int,
+        return_exceptions: bool,
+        options: RequestOptions,
+    ) -> Any:
         check_in_flight(in_flight)
         check_no_sequence(options, "infer_many")
         bodies = bodies_to_send(bodies, "infer_many")
@@ -299,15 +311,16 @@ class AsyncClient:
         if channel is None:
             channel, options = await self._find(model, options)
         window = Window(self._reader, self._packer.loop)
-        try:
-            async for body in source:
-                self._sender.add_or_fail(channel, body, options, window)
-                while len(window) >= in_flight or window.ready:
+        with together(model, options) as traced:
+            try:
+                async for body in source:
+                    self._sender.add_or_fail(channel, body, traced, window)
+                    while len(window) >= in_flight or window.ready:
+                        yield _checked(await window.take(), return_exceptions)
+                while len(window):
                     yield _checked(await window.take(), return_exceptions)
-            while len(window):
-                yield _checked(await window.take(), return_exceptions)
-        finally:
-            self._packer.withdraw_all(window)
+            finally:
+                self._packer.withdraw_all(window)
 
     def stream(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> AsyncStream:
         """Send a request at once, and return an async iterator of its chunks.
@@ -318,6 +331,8 @@ class AsyncClient:
         """
         loop = asyncio.get_running_loop()
         target = StreamTarget(asyncio.Queue())
+        if (sent := begin(model, options)) is not None:
+            target.on_end, options = sent.fail, sent.options
         channel = self._channels.get(model)
         if channel is not None:
             self._sender.start_stream(channel, target, body, options)
@@ -339,6 +354,9 @@ class AsyncClient:
             progress: SequenceProgress, body: Any, options: RequestOptions, end: bool
         ) -> asyncio.Future[Any]:
             future = self._packer.loop.create_future()
+            if (sent := begin(model, options)) is not None:
+                sent.follow(future)
+                options = sent.options
             on_done = self._sender.add_to_sequence(progress, body, options, end, self._values, future)
             future.add_done_callback(on_done)
             return future
@@ -369,7 +387,8 @@ class AsyncClient:
         the result is kept once it is there; by default the model's `result_ttl_ms`, a minute. The result of a
         model that steps is its whole output; only `stream` has chunks.
         """
-        return await self._enqueued.enqueue(model, body, options)
+        with together(model, options) as traced:
+            return await self._enqueued.enqueue(model, body, traced)
 
     async def result(self, request_id: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
         """The result of a request that was enqueued, by any process, as soon as it is there.

@@ -46,6 +46,7 @@ from carpool.errors import (
     UnimplementedError,
 )
 from carpool.messages.requests import PRIORITY_DEFAULT
+from carpool.tracing import TRACEPARENT, TRACESTATE
 from carpool.wire.request_fields import CALLED_BY
 
 DEPTH_MAX: Final = 8  # models that may wait for one request
@@ -195,7 +196,9 @@ class _OnBehalf:
         if "tenant" not in given and (tenant := own.get("tenant")) is not None:
             inherited.setdefault("tenant", tenant.decode("utf-8", "replace"))
         inherited.setdefault("priority", self._origin.priority)
-        trace = {"traceparent": own["traceparent"]} if "traceparent" in own else {}
+        trace = {name: own[name] for name in (TRACEPARENT, TRACESTATE) if name in own}
+        if TRACEPARENT in given:
+            trace = {}
         inherited["fields"] = {**trace, **given, CALLED_BY: " ".join(self._waiting_models())}
         return inherited
 

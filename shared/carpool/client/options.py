@@ -19,6 +19,7 @@ import numpy as np
 from carpool.errors import InvalidArgumentError
 from carpool.keys import CORRELATION_ID, MODEL_VERSION
 from carpool.messages.requests import PRIORITY_LEVELS
+from carpool.tracing import TRACEPARENT, TRACESTATE
 from carpool.wire.content_types import ACCEPT, checked
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
@@ -49,7 +50,9 @@ _WHOLE_NUMBERS: Final = {  # from which to which; no floats, and no text
     "sequence_index": (0, MAX_INDEX),
 }
 _WHOLE_FIELDS: Final = _WHOLE_NUMBERS.keys() & CARPOOL_FIELDS
-_TEXTS: Final = frozenset({"lane", "tenant", "traceparent", "version", ACCEPT})  # a number becomes its digits
+_TEXTS: Final = frozenset(
+    {"lane", "tenant", TRACEPARENT, TRACESTATE, "version", ACCEPT}
+)  # a number becomes its digits
 # Beside these: seconds, int or float (`timeout`, `not_before`); a content type (`content_type`, `accept`); an
 # ID, a plain str (`correlation_id`, `sequence_id`); True or False (`sequence_start`, `sequence_end`).
 

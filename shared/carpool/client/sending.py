@@ -14,6 +14,7 @@ from carpool.client.packing import Packer
 from carpool.client.producer import ServedChannels
 from carpool.client.sequences import SequenceProgress
 from carpool.client.sinks import Gathering, Sink, Window
+from carpool.client.spans import begin
 from carpool.client.streams import StreamSink, StreamTarget
 from carpool.errors import CancelledRequestError, InvalidArgumentError
 from carpool.messages.requests import MSGPACK
@@ -50,6 +51,21 @@ class Sender:
             options.get("correlation_id"),
         )
         return self._packer.add(channel, encoded, fields, timeout_s, sink, target, own_id)
+
+    def add_traced(
+        self, channel: Channel, body: Any, options: RequestOptions, sink: Sink, future: Any
+    ) -> str:
+        """As `add`, for a future; with a span of its own, if the caller's trace is recorded."""
+        sent = begin(channel.keys.model, options)
+        if sent is None:
+            return self.add(channel, body, options, sink, future)
+        try:
+            correlation_id = self.add(channel, body, sent.options, sink, future)
+        except BaseException as error:
+            sent.fail(error)
+            raise
+        sent.follow(future, correlation_id)
+        return correlation_id
 
     def add_or_fail(
         self, channel: Channel, body: Any, options: RequestOptions, sink: Gathering | Window

@@ -31,19 +31,24 @@ class _End(NamedTuple):
 _CLOSED: Final = _End(None, None)
 
 
+def _ignore(_error: Exception | None) -> None:
+    """Nobody waits for the end but the reader."""
+
+
 class StreamTarget:
     """Takes the chunks of one request, each once and in order, and its end. Used on the event loop's thread.
 
     `index` is that of the next chunk. Once it has `ended`, whatever else arrives is ignored.
     """
 
-    __slots__ = ("correlation_id", "ended", "index", "queue")
+    __slots__ = ("correlation_id", "ended", "index", "on_end", "queue")
 
     def __init__(self, queue: asyncio.Queue[Any] | SimpleQueue[Any]) -> None:
         self.queue = queue
         self.correlation_id: str | None = None  # once it is sent
         self.index = 0
         self.ended = False
+        self.on_end: Callable[[Exception | None], None] = _ignore  # is told the error, if there was one
 
     def put_chunk(self, index: int, values: Sequence[Any]) -> None:
         """Take the values of a chunk, unless it was here before. Raises InternalError if some before it are
@@ -75,6 +80,7 @@ class StreamTarget:
         if not self.ended:
             self.ended = True
             self.queue.put_nowait(end)
+            self.on_end(end.error)
 
     def _missing(self, index: int) -> InternalError:
         return InternalError(

@@ -43,6 +43,7 @@ from carpool.client.options import (
 )
 from carpool.client.sequences import BlockingSequence, SequenceProgress
 from carpool.client.sinks import Reply, ThreadFutureSink, fail_future
+from carpool.client.spans import begin, together
 from carpool.client.streams import Stream, StreamTarget
 from carpool.errors import InvalidArgumentError, UnavailableError
 from carpool.store.kept import RequestStatus
@@ -212,6 +213,12 @@ class _ClientThread:
     ) -> None:
         """Send a request soon, as its body and options are now. All that is submitted until the loop wakes is
         sent together."""
+        if (sent := begin(model, options)) is not None:  # here: the trace is that of the caller's thread
+            options = sent.options
+            if isinstance(target, StreamTarget):
+                target.on_end = sent.fail
+            else:
+                sent.follow(target)
         if options or type(body) not in CONSTANT_TYPES:
             body, options = self.client.snapshot(body, options)
         self._submitted.append(_Submission(target, model, body, options, sequence, ends))
@@ -482,16 +489,17 @@ class Client:
         check_in_flight(in_flight)
         bodies = bodies_to_send(bodies, "map")
         window: deque[Future[Any]] = deque()
-        try:
-            for body in bodies:
-                window.append(self.submit(model, body, **options))
-                while len(window) >= in_flight or (window and window[0].done()):
+        with together(model, options) as traced:
+            try:
+                for body in bodies:
+                    window.append(self.submit(model, body, **traced))
+                    while len(window) >= in_flight or (window and window[0].done()):
+                        yield self._outcome(window.popleft(), return_exceptions)
+                while window:
                     yield self._outcome(window.popleft(), return_exceptions)
-            while window:
-                yield self._outcome(window.popleft(), return_exceptions)
-        finally:
-            for future in window:
-                future.cancel()
+            finally:
+                for future in window:
+                    future.cancel()
 
     def stream(self, model: str, body: Any, **options: Unpack[RequestOptions]) -> Stream:
         """Send a request, and return an iterator of its chunks; options and errors as for AsyncClient.stream.

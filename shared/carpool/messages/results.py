@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from carpool.errors import ABORTED, OK
@@ -152,6 +152,7 @@ class Refusal(NamedTuple):
     body_names: Sequence[str] = ()  # of stored bodies, if it could not be decoded
     breaks: SequencePart | None = None  # the sequence that is broken by it: so recorded with the answer
     warnings: Sequence[str] = ()  # to its producer, if it could not be decoded
+    fields: Mapping[str, Any] | None = None  # those of its trace, if it could not be decoded
 
     def where_it_is(self) -> Refusal:
         """This refusal, with the entry in which the run is now: it may have been put back in another one."""

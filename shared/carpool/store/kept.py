@@ -20,6 +20,7 @@ from carpool.keys import Keys
 from carpool.messages.results import Result, state_of
 from carpool.rows import BODY_TTL_MS, LARGE_BODY_BYTES
 from carpool.store.connection import Argument, Command, Script
+from carpool.tracing import TRACEPARENT, TRACESTATE
 from carpool.wire.results import check_envelope, decode_results
 
 Presence = Literal["there", "expired", "unknown"]
@@ -30,7 +31,7 @@ TIMEOUT_S: Final = 3600.0  # of a request for whose result nobody waits, if it h
 _OWNER_CHARS: Final = 16
 _FINGERPRINT_CHARS: Final = 32
 # Fields that differ when a request is sent again: what is left of a delay, and the span of the call.
-_FIELDS_OF_A_CALL: Final = frozenset({"not_before", "traceparent"})
+_FIELDS_OF_A_CALL: Final = frozenset({"not_before", TRACEPARENT, TRACESTATE})
 _STATUSES: Final[Mapping[bytes, RequestStatus]] = {
     b"waiting": "waiting",
     b"in-flight": "in flight",

@@ -12,6 +12,7 @@ from typing import Any, Final
 from carpool.errors import CarpoolError, InvalidArgumentError
 from carpool.keys import CORRELATION_ID, MODEL_VERSION
 from carpool.messages.requests import JSON
+from carpool.tracing import TRACEPARENT, TRACESTATE
 from carpool.wire.content_types import ACCEPT, canonical, checked
 
 MAX_REQUESTS_PER_ENTRY: Final = 4096
@@ -55,7 +56,7 @@ CALLED_BY: Final = (
     "called_by"  # the models that wait for the request, the outermost first, separated by spaces
 )
 # These are passed on, although Carpool defines them, and the batcher reads the first.
-PASSED_ON_FIELDS: Final = frozenset({"tenant", "traceparent", ACCEPT, CALLED_BY})
+PASSED_ON_FIELDS: Final = frozenset({"tenant", TRACEPARENT, TRACESTATE, ACCEPT, CALLED_BY})
 # These two sets are read only where there is no `body`. Beside a `body` they are the producer's own fields.
 COLUMN_FIELDS: Final = frozenset({"correlation_ids", "row_head", "rows", "bodies"})
 STORED_BODY_FIELDS: Final = frozenset({"body_key", "body_bytes"})

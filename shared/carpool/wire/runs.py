@@ -16,6 +16,7 @@ from carpool.messages.requests import PRIORITY_DEFAULT, PRIORITY_LEVELS, Entry, 
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body, Rows, StoredBody
+from carpool.tracing import TRACEPARENT, TRACESTATE
 from carpool.wire.field_hints import field_warnings, meant_body, meant_field
 from carpool.wire.request_fields import (
     CARPOOL_FIELDS,
@@ -266,6 +267,7 @@ def refuse(entry: Entry, raw: Fields, default_id: str, error: CarpoolError) -> R
         body_names=_stored_names_in(raw),
         breaks=read_valid_sequence(raw),
         warnings=field_warnings(_other_names(raw)),
+        fields={name: raw.get(name) for name in (TRACEPARENT, TRACESTATE)} if TRACEPARENT in raw else None,
     )
 
 

@@ -36,6 +36,23 @@ def understood_requests() -> list[Case]:
             ],
         ),
         entry(
+            "a trace, which is passed on whatever it is",
+            *("body", "7", "traceparent", f"00-{'4b' * 16}-{'0a' * 8}-01", "tracestate", "vendor=7,other=x"),
+            becomes=[
+                request(
+                    fields={
+                        "traceparent": f"00-{'4b' * 16}-{'0a' * 8}-01",
+                        "tracestate": "vendor=7,other=x",
+                    }
+                )
+            ],
+        ),
+        entry(
+            "a trace that is invalid",
+            *("body", "7", "traceparent", f"ff-{'0' * 32}-x", "tracestate", b"\xff"),
+            becomes=[request(fields={"traceparent": f"ff-{'0' * 32}-x", "tracestate": {"hex": "ff"}})],
+        ),
+        entry(
             "a body of arbitrary bytes",
             *("content_type", RAW, "body", b"\x00\xff\xfe"),
             becomes=[request(body={"hex": "00fffe"}, content_type=RAW)],
