@@ -116,6 +116,13 @@ ROWS: Final[dict[str, list[Panel]]] = {
             {"{{model}}": quantile(0.99, "carpool_lease_lateness_seconds")},
             bad=1,
         ),
+        Panel(
+            "Workers wanted",
+            "short",
+            "How many workers each model needs, as its batcher finds (docs/scaling.md); `carpool top` says "
+            "why. Fewer run for long: the autoscaler does not follow, or max_workers is too low.",
+            {"{{model}}": "max by (model) (carpool_wanted_workers{M})"},
+        ),
     ],
     "Where is time spent?": [
         Panel(

@@ -32,6 +32,7 @@ class Accounting:
         self.versions: Mapping[str, str] = {}  # by model process, that of its model, if it names one
         self.recent = Recent()
         self._settled: list[tuple[BatchSettled, InFlightBatch]] = []  # and not counted yet
+        self.missed_deadlines = 0  # of all requests so far
 
     def refused(self, refusals: Sequence[Refusal], now_us: int) -> None:
         """These requests were answered without being dispatched."""
@@ -99,6 +100,7 @@ class Accounting:
 
     def _count_missed(self, causes: Mapping[Cause, int]) -> None:
         if causes:
+            self.missed_deadlines += sum(causes.values())
             self._meter.missed(causes)
             self._log.missed(causes)
 

@@ -28,7 +28,7 @@ from carpool.messages.settled import Failures, Streamed
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.prometheus import CollectorRegistry, Counter, Gauge
 from carpool.service_metrics import DURATIONS_US, PERCENTS, SIZES, CommonMetrics, Histogram, counter_value
-from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
+from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport, WantedReport
 from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.core.learned.transit import RecentTimes
 from carpool_batcher.core.missed_deadlines import CAUSES, Cause
@@ -117,6 +117,10 @@ class BatcherMetrics(CommonMetrics):
         )
         self.sequences = SequenceMetrics(registry)
         self.gauges = [Gauge(name, text, ("model",), registry=registry) for name, text in _GAUGES.items()]
+        self.wanted = Gauge(
+            "carpool_wanted_workers", "Workers that the model needs now (docs/scaling.md)",
+            ("model",), registry=registry,
+        )  # fmt: skip
         self.active = Gauge(
             "carpool_batcher_active", "1 if this batcher forms the model's batches, 0 if it is on standby",
             ("model",), registry=registry,
@@ -159,6 +163,7 @@ class Meter:
         self._last_error: tuple[str, int] | None = None  # and when it was raised
         self._totals_known: _Totals | None = None  # None: something was counted since
         self._exported: tuple[Gauges, bool] | None = None
+        self._wanted: int | None = None  # workers, as exported
         record = metrics.record_spans
         self.spans = None if record is None else BatcherSpans(model, record, self._queue.exemplify)
         self._sequences = SequenceMeter(metrics.sequences, model)
@@ -233,6 +238,9 @@ class Meter:
     def update_gauges(self, scheduler: Scheduler, now_us: int) -> None:
         """Update the gauges; called regularly while this batcher is active."""
         self._sequences.export(sequences_report(scheduler))
+        if scheduler.wanted.now.workers != self._wanted:
+            self._wanted = scheduler.wanted.now.workers
+            self._metrics.wanted.labels(self._model).set(self._wanted)
         values, is_paused = gauges(scheduler, now_us), scheduler.pause is not None
         if (values, is_paused) == self._exported:  # of an idle model nothing changes, and this takes 30 µs
             return
@@ -276,6 +284,7 @@ class Meter:
             failed=dict(self._failed),
             last_error=self._last_error,
             versions=self.versions.reports,
+            wanted=WantedReport(*scheduler.wanted.now),
         )
 
     def _stepping_report(self, scheduler: Scheduler, now_us: int) -> SteppingReport | None:
@@ -303,6 +312,9 @@ class Meter:
     def deactivated(self) -> None:
         """This batcher is on standby; the gauges are exported by the active one."""
         self._exported = None
+        if self._wanted is not None:
+            self._wanted = None
+            self._metrics.wanted.remove(self._model)
         self._sequences.deactivated()
         self._metrics.active.labels(self._model).set(0)
         for gauge in (*self._metrics.gauges, self._metrics.paused):

@@ -21,6 +21,7 @@ from carpool.messages.results import UNANSWERED, Refusal, Result
 from carpool.messages.sequences import SequenceChange, SlotFreed
 from carpool.messages.settled import BatchSettled, WhereAsked
 from carpool.model_settings import ModelKind
+from carpool.process_names import worker_of
 from carpool.rows import only_stored
 from carpool.store.batcher import BatcherStore, EntryChanges
 from carpool.store.connection import CommandError
@@ -268,6 +269,8 @@ class Session:
                 scheduler.learned.observe_delivery(now_us - settled_us)
             self._accounting.settled(event, batch)
             scheduler.in_flight.settle(event)
+            if scheduler.kind is ModelKind.STEPPING and event.compute_us:
+                scheduler.wanted.observe_duration(event.compute_us)
             if event.executed and (event.cost or scheduler.learned.costs):
                 scheduler.observe_cost(batch.lane, event.executed, event.cost)
 
@@ -487,6 +490,7 @@ class Session:
             scheduler.sequences.complete()  # the last unread one may have been removed
         self._order.refresh(snapshot, entries)
         self._renew_bodies(now_us)
+        self._observe_demand(snapshot, now_us)
         if snapshot.watched is not (self._detail is not None):
             self._detail = Detail(now_us) if snapshot.watched else None
             self._accounting.recent.watch(is_watched=snapshot.watched)
@@ -515,6 +519,17 @@ class Session:
             self._log.info("model resumed")
         else:
             self._log.info("model paused", who=paused.who, reason=paused.reason, refuses=paused.refuses)
+
+    def _observe_demand(self, snapshot: ModelSnapshot, now_us: int) -> None:
+        """How many workers are wanted, for the report and the metrics."""
+        serving = [process for process in snapshot.model_processes if process not in snapshot.draining]
+        self.scheduler.observe_demand(
+            now_us,
+            len(serving),
+            len(set(map(worker_of, serving))),
+            self._accounting.missed_deadlines,
+            is_reading=self.scheduler.sequences.is_reading,
+        )
 
     def _renew_bodies(self, now_us: int) -> None:
         """Now and then: stored bodies must not expire while their requests wait."""

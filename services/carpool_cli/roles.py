@@ -141,6 +141,7 @@ _GATEWAY: Final = _grants(
     Grant("read an operator's overrides of settings", "hgetall", "config"),
     Grant("see whether an operator has paused a model", "hget", "paused"),
     Grant("read what became of a model's requests", "hgetall", "statistics"),
+    Grant("read how many workers a model needs, in the report of its batcher", "get", "report"),
     *_NODES,
 )
 

@@ -52,6 +52,8 @@ def _routes(native: NativeHandlers, v2: OpenInferenceHandlers, probes: Probes) -
     yield Route("DELETE", *kept, native.handler_for_withdrawal, "Withdraw a request that was sent before")
     models = ("GET", "/carpool/v1/models", "models", INFER)
     yield Route(*models, native.handler_for_models, "The registered models")
+    about = "How many workers a model needs now"
+    yield _get("/carpool/v1/scale/{model}", "scale", METRICS, native.scaling.answer, about)
 
     yield _get("/v2", "v2", NO_SCOPE, v2.server_metadata, "What the server is")
     yield _get("/v2/health/live", "v2_health", NO_SCOPE, probes.v2_live, "Whether the gateway works")

@@ -24,13 +24,13 @@ _DURATIONS_US: Final = (
 
 
 ROUTES: Final = (
-    "infer", "infer_many", "stream", "requests", "models", "v2_infer", "v2_generate", "v2_generate_stream",
-    "v2_model", "v2_config", "v2_ready", "v2_stats", "v2_index", "v2_load", "v2_unload", "v2_worker_load",
-    "v2_worker_unload", "v2_models", "v2", "v2_health", "v1_models", "v1_model", "v1_completions", "v1_chat",
-    "v1_embeddings", "v1_stream", "websocket", "websocket_outputs", "websocket_request", "healthz", "readyz",
-    "metrics", "openapi", "none",
-    "grpc_infer", "grpc_stream", "grpc_stream_infer", "grpc_model", "grpc_load", "grpc_unload", "grpc_server",
-    "grpc_none",
+    "infer", "infer_many", "stream", "requests", "models", "scale", "v2_infer", "v2_generate",
+    "v2_generate_stream", "v2_model", "v2_config", "v2_ready", "v2_stats", "v2_index", "v2_load",
+    "v2_unload", "v2_worker_load", "v2_worker_unload", "v2_models", "v2", "v2_health", "v1_models",
+    "v1_model", "v1_completions", "v1_chat", "v1_embeddings", "v1_stream", "websocket",
+    "websocket_outputs", "websocket_request", "healthz", "readyz", "metrics", "openapi", "none",
+    "grpc_infer", "grpc_stream", "grpc_stream_infer", "grpc_model", "grpc_load", "grpc_unload",
+    "grpc_server", "grpc_none",
 )  # fmt: skip
 
 

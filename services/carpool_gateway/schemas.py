@@ -41,6 +41,15 @@ class Models(msgspec.Struct):
     models: list[str]
 
 
+class Scale(msgspec.Struct):
+    """How many workers a model needs now, how many processes these have together, and why."""
+
+    model: str
+    wanted: int
+    processes: int
+    reason: str
+
+
 class Accepted(msgspec.Struct):
     """A request whose result comes later, under the path `location`."""
 

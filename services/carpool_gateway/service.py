@@ -23,6 +23,7 @@ from carpool_gateway.model_control import ModelControl
 from carpool_gateway.native.handlers import NativeHandlers
 from carpool_gateway.native.infer import Inference
 from carpool_gateway.native.kept import KeptRequests
+from carpool_gateway.native.scale import Scaling
 from carpool_gateway.native.streaming import Streaming
 from carpool_gateway.node_calls import NodeCalls
 from carpool_gateway.probes import Probes
@@ -83,6 +84,7 @@ class GatewayService:
             inference=Inference(self._producer, limits, default_timeout_s),
             streaming=Streaming(self._producer, limits),
             kept=kept,
+            scaling=Scaling(self._calls, catalog, settings.prefix),
         )
         v1 = OpenAIHandlers(
             producer=self._producer,

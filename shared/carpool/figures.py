@@ -16,7 +16,7 @@ from carpool.errors import UnavailableError
 from carpool.store.connection import CommandError
 from carpool.store.directory import Directory, ProcessMemory
 from carpool.wire.orders import Paused
-from carpool.wire.report import BatcherReport, SequencesReport, VersionReport
+from carpool.wire.report import BatcherReport, SequencesReport, VersionReport, WantedReport
 
 INTERVAL_S: Final = 1.0
 SAMPLES_MAX: Final = 6  # rates cover the time from the oldest of them to the newest: 5 s
@@ -123,6 +123,7 @@ class Figures(NamedTuple):
     memory: Memory | None = None  # None: no worker tells
     versions: Mapping[str, VersionReport] = {}  # what workers of each did since the batcher became active
     paused: Paused | None = None  # by an operator
+    wanted: WantedReport | None = None  # workers; None: no batcher reports it
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -141,6 +142,7 @@ class Figures(NamedTuple):
             "versions": versions,
             "memory": None if self.memory is None else self.memory._asdict(),
             "paused": None if self.paused is None else self.paused._asdict(),
+            "wanted": None if self.wanted is None else self.wanted._asdict(),
         }
         return {**self._asdict(), **changed}
 
@@ -189,6 +191,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
         stepping=_stepping(base, report, over_s),
         sequences=_sequences(base, report, over_s),
         versions=report.versions,
+        wanted=report.wanted,
     )
 
 

@@ -377,6 +377,23 @@ class ModelSettings:
     max_dead_letter_age_ms: int = _setting(
         7 * 24 * 3600 * 1000, _integer(1, MILLISECONDS), "how long a dead letter is kept"
     )
+    min_workers: int = _setting(1, _integer(0), "number of workers that are wanted at least")
+    max_workers: int | None = _setting(
+        None, _optional(_integer(1)), "number of workers that are wanted at most"
+    )
+    scale_wait_ms: int = _setting(
+        1000,
+        _integer(1, MILLISECONDS),
+        "how long a request may wait; more workers are wanted before it waits longer",
+    )
+    scale_down_ms: int = _setting(
+        60_000, _integer(0, MILLISECONDS), "for how long fewer workers must be enough before fewer are wanted"
+    )
+    scale_idle_ms: int = _setting(
+        300_000,
+        _integer(0, MILLISECONDS),
+        "after which time without requests no worker is wanted, if min_workers is 0",
+    )
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -443,6 +460,10 @@ class ModelSettings:
             doubts.append(
                 f"max_queue_size: with at most {self.max_queue_size} waiting requests, batches of "
                 f"{self.max_batch_size} (max_batch_size) are never full"
+            )
+        if self.max_workers is not None and self.min_workers > self.max_workers:
+            doubts.append(
+                f"min_workers: {self.min_workers} are never wanted, because max_workers is {self.max_workers}"
             )
         expiration_ms = self.default_expiration_ms
         if expiration_ms is not None and expiration_ms <= self.max_queue_delay_ms:
@@ -607,6 +628,7 @@ _WITHOUT_ORDER: Final = ("policy", "tenant_weights")
 _HIGHEST_IS_SAFE: Final = (
     *("result_ttl_ms", "max_result_ttl_ms", "reader_idle_ms", "max_sequence_idle_ms", "max_execution_ms"),
     *("max_dead_letters", "max_dead_letter_bytes", "max_dead_letter_age_ms"),
+    *("min_workers", "max_workers", "scale_down_ms", "scale_idle_ms"),
 )
 _FIRST_IS_SAFE: Final[Mapping[str, Sequence[Any]]] = {
     "allow_expiration_override": (False, True),

@@ -216,6 +216,7 @@ def test_gateway_infers_streams_and_keeps_results(no_denials: Secured) -> None:
     assert call(gateway.url, "DELETE", later).code == 204
     assert call(gateway.url, "POST", "/carpool/v1/models/nobody/infer", b"7").code == 404
     assert "Echo" in call(gateway.url, "GET", "/carpool/v1/models").json["models"]
+    assert call(gateway.url, "GET", "/carpool/v1/scale/Echo").json["wanted"] == 1
     gateway.terminate()
 
 
@@ -793,7 +794,7 @@ FORBIDDEN: Final = {
         f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >", f"SET {L} me", f"GET {L}",
         f"ZADD {Z} 1 me", f"HGETALL {P}", f"HSET {C} max_batch_size 1", f"RPUSH {A} forged", "ECHO x", "INFO",
         "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
-        "ACL WHOAMI", "CLIENT LIST", "CLIENT KILL ID 1", f"GET {T}", f"SET {T} x", f"GETRANGE {G} 0 1",
+        "ACL WHOAMI", "CLIENT LIST", "CLIENT KILL ID 1", f"GETRANGE {G} 0 1",
         f"UNLINK {G}", f"HGET {Q} state", f"HSET {Q} state x", f"DEL {Q}", f"ZREM {K} x", "SCAN 0",
         f"EVAL return(1) 1 {B}",
     ],
@@ -804,7 +805,7 @@ FORBIDDEN: Final = {
         f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >", f"SET {L} me", f"GET {L}",
         f"ZADD {Z} 1 me", f"HGETALL {P}", f"RPUSH {A} forged", "INFO",
         "SCRIPT LOAD x", "CONFIG GET *", "ACL LIST",
-        "ACL WHOAMI", "CLIENT LIST", "CLIENT KILL ID 1", f"GET {T}", f"SET {T} x", f"GETRANGE {G} 0 1",
+        "ACL WHOAMI", "CLIENT LIST", "CLIENT KILL ID 1", f"GETRANGE {G} 0 1",
         f"UNLINK {G}", f"HGET {Q} state", f"DEL {Q}", f"ZREM {K} x", "SCAN 0",
         f"EVAL return(1) 1 {B}",
     ],
@@ -849,11 +850,11 @@ FORBIDDEN_BY_SELECTORS: Final = {
     ],
     "gateway": [
         f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
-        f"GET {G}", f"SET {R} x", f"GET {R}", f"XRANGE {Y} - +", f"EVAL return(1) 1 {M}",
+        f"GET {G}", f"SET {R} x", f"GET {R}", f"XRANGE {Y} - +", f"EVAL return(1) 1 {M}", f"SET {T} x",
     ],
     "control": [
         f"XREAD STREAMS {R} 0", f"XTRIM {R} MAXLEN 0", f"XADD {Y} * results x", f"XDEL {Y} 1-1",
-        f"GET {G}", f"SET {R} x", f"GET {R}", f"XRANGE {Y} - +", f"EVAL return(1) 1 {M}",
+        f"GET {G}", f"SET {R} x", f"GET {R}", f"XRANGE {Y} - +", f"EVAL return(1) 1 {M}", f"SET {T} x",
         f"HSET {C} max_batch_size 1", f"HSET {M} max_batch_size 1", f"HDEL {M} max_batch_size",
         "ZADD carpool:{.nodes}:leases 1 n", "HSET carpool:{.nodes}:reports n x",
     ],

@@ -523,6 +523,7 @@ def assert_correct(shown: dict[str, dict[tuple[str, ...], float]], sent_per_seco
     near: Callable[[float], Any] = lambda expected: pytest.approx(expected, rel=0.3)  # noqa: E731
     assert value("Batchers active: {{model}}") == 1
     assert value("Model processes: {{model}}") == 2
+    assert value("Workers wanted: {{model}}") >= 1
     assert 0 < value("Fill ratio: {{model}}") <= 1
     assert 1 <= value("Batch size: mean {{model}}") <= 8
     assert 0.005 <= value("Mean request duration by stage: compute infer") < 0.1

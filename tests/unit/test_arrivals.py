@@ -74,7 +74,7 @@ def test_invalid_trace_is_reported(tmp_path: Path, text: str, message: str) -> N
 def test_traffic_is_a_name_or_a_file(tmp_path: Path) -> None:
     assert traffic("poisson") is poisson
     assert traffic("bursty") is bursty
-    with pytest.raises(TraceError, match="poisson, bursty, or a readable file"):
+    with pytest.raises(TraceError, match="poisson, bursty, diurnal, or a readable file"):
         traffic(str(tmp_path / "missing"))
 
 

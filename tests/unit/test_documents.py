@@ -22,7 +22,7 @@ LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 URL: Final = re.compile(r"\b(?:https?|rediss?)://[^\s\"'`)\\]+")
 
 # Hosts that a document may name: this machine's loopback, names in a container network, and examples.
-HOSTS: Final = {"127.0.0.1", "localhost", "jaeger", "redis", "redis.example"}
+HOSTS: Final = {"127.0.0.1", "localhost", "gateway", "jaeger", "prometheus", "redis", "redis.example"}
 # Home and working directories exist on the author's machine only.
 PRIVATE_PATH: Final = re.compile(r"(?<![\w.}])/(?:home|root|Users|work|workspace|mnt)/")
 

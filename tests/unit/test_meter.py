@@ -181,3 +181,22 @@ def test_report_holds_gauges_and_the_learned_latency() -> None:
     scheduler.in_flight.adopt("1-3", Dispatch([run(8)], "idle", ""), 0)
     settle(scheduler, "1-3", 12_000, 13_000)
     assert meter.report("me", scheduler, 0).learned == ((4, 8_000), (8, 12_000))
+
+
+def test_wanted_workers_are_exported_by_the_active_batcher_alone() -> None:
+    metrics = BatcherMetrics()
+    scheduler, meter = Scheduler(ModelSettings(min_workers=3)), Meter(metrics, "square")
+
+    def exported() -> float | None:
+        value: float | None = metrics.registry.get_sample_value("carpool_wanted_workers", {"model": "square"})
+        return value
+
+    assert exported() is None
+    scheduler.observe_demand(SECOND_US, 1, 1, 0)
+    meter.update_gauges(scheduler, SECOND_US)
+    assert exported() == 3
+    assert meter.report("b", scheduler, SECOND_US).wanted == (3, 3, "minimum")
+    meter.deactivated()
+    assert exported() is None
+    meter.update_gauges(scheduler, SECOND_US)
+    assert exported() == 3, "it took over again"

@@ -235,7 +235,7 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
     settled = BatchSettled("b", "w/0", 2, 1, 1, 2, failures=Failures({INTERNAL: 1}, ""))
     meter.versions.settled("2", settled, InFlightBatch(0, 2, "", {}))
     SequenceMeter(batcher.sequences, MODEL).export(SequencesReport(1, 1, 1, 1, 1))
-    for gauge in batcher.gauges:
+    for gauge in (*batcher.gauges, batcher.wanted):
         gauge.labels(MODEL)
     worker.watch_memory([MemoryGauges(lambda: 1, lambda: 0)])
     statuses = [kind.status for kind in every_error(CarpoolError)]

@@ -14,10 +14,11 @@ from carpool.model_settings import ModelKind, ModelSettings, PriorityPolicy
 COUNTS: Final = (
     *("max_batch_size", "max_queue_size", "max_queue_bytes", "max_body_bytes"),
     *("max_expiration_ms", "result_ttl_ms", "max_result_ttl_ms", "stream_buffer", "reader_idle_ms"),
+    "scale_wait_ms",
 )
 OPTIONAL_COUNTS: Final = (
     *("max_batch_cost", "default_expiration_ms", "max_prefill_cost", "max_execution_ms"),
-    *("max_requests_per_process", "max_process_memory"),
+    *("max_requests_per_process", "max_process_memory", "max_workers"),
 )
 FRACTIONS: Final = ("max_queue_delay_ms", "target_latency_ms")
 SIZES: Final = ("max_queue_bytes", "max_body_bytes", "max_result_bytes")
@@ -74,6 +75,11 @@ def test_names_are_in_the_documented_order_and_each_has_a_meaning() -> None:
         "max_dead_letters",
         "max_dead_letter_bytes",
         "max_dead_letter_age_ms",
+        "min_workers",
+        "max_workers",
+        "scale_wait_ms",
+        "scale_down_ms",
+        "scale_idle_ms",
     ]
     assert list(ModelSettings.meanings()) == ModelSettings.names()
     assert all(ModelSettings.meanings().values())
@@ -245,6 +251,8 @@ def test_other_registered_fields_are_ignored() -> None:
         ({"default_expiration_ms": 20, "max_queue_delay_ms": 20}, ["max_queue_delay_ms"]),
         ({"default_expiration_ms": 20, "max_queue_delay_ms": 19}, []),
         ({"result_ttl_ms": 1, "max_queue_size": 1}, ["result_ttl_ms", "max_queue_size"]),
+        ({"min_workers": 3, "max_workers": 2}, ["min_workers"]),
+        ({"min_workers": 3}, []),
     ],
 )
 def test_settings_that_can_hardly_be_meant_are_doubted(given: dict[str, Any], doubted: list[str]) -> None:
@@ -394,6 +402,11 @@ TIGHTEST: dict[str, tuple[Any, Any, Any]] = {  # two workers' values, and what i
     "max_dead_letters": (10, 20, 20),
     "max_dead_letter_bytes": (10, 20, 20),
     "max_dead_letter_age_ms": (10, 20, 20),
+    "min_workers": (1, 2, 2),
+    "max_workers": (5, None, None),
+    "scale_wait_ms": (100, 1000, 100),
+    "scale_down_ms": (1000, 60_000, 60_000),
+    "scale_idle_ms": (1000, 60_000, 60_000),
 }
 
 

@@ -197,7 +197,7 @@ def test_recorded_trace_is_replayed_once_at_recorded_rate(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--arrivals", "nowhere"], "poisson, bursty, or a readable file"),
+        (["--arrivals", "nowhere"], "poisson, bursty, diurnal, or a readable file"),
         (["max_batch_size=0"], "must be a whole number of at least 1"),
         (["preferred_batch_sizes=8,64"], "64 can never be filled, because max_batch_size is 32"),
         (["policy=mine:Mine"], "cannot be simulated"),

@@ -86,6 +86,7 @@ from carpool_batcher.core.versions import Versions
 from carpool_batcher.core.waiting.lane import NEVER_US, Lane
 from carpool_batcher.core.waiting.queue import Division, Queue
 from carpool_batcher.core.waiting.withdrawals import PendingWithdrawals, Withdrawn
+from carpool_batcher.core.wanted_workers import Bounds, Demand, Owed, Service, Wanted, WantedWorkers
 
 NO_VERSIONS: Final[Mapping[str, str]] = MappingProxyType({})
 BEFORE_PARTS_MAX: Final = 5000  # up to 2 us each, with many tenants
@@ -139,6 +140,7 @@ class Scheduler:
         self._copies = Copies(self.queue, self.in_flight.ids, self._withdrawals)
         self._cancelled: list[Cancel] = []
         self._polled_us = 0
+        self.wanted = WantedWorkers()
         self._apply(settings, kind)
 
     # --- events --------------------------------------------------------------------------------------------
@@ -329,6 +331,7 @@ class Scheduler:
         refusals = self.queue.admit(run, now_us, self._copies.is_copy)
         if run.deadline_us is not None and not any(refused.run is run for refused in refusals):
             self._deadlines.watch(run, run.deadline_us, now_us)
+            self.wanted.budget_us = run.deadline_us - run.arrival_us
         if refusals and run.sequence is not None:
             self.sequences.refuse_arrival(run.sequence, run.correlation_ids[0])
         return refusals
@@ -443,6 +446,63 @@ class Scheduler:
             if not number % BEFORE_PARTS_OF_PIECE:
                 yield
         return before, False
+
+    # --- how many workers are wanted ---------------------------------------------------------------------
+
+    def observe_demand(
+        self,
+        now_us: int,
+        processes: int,
+        workers: int,
+        missed: int,
+        *,
+        is_reading: bool = False,
+    ) -> Wanted:
+        """How many workers are wanted (`core.wanted_workers`); to be called a few times a second. `processes`
+        of so many `workers` take batches, and so many requests have `missed` their deadlines so far."""
+        queue, kind, oldest_us = self.queue, self.kind, self.oldest_arrival_us()
+        lanes = [lane.count for lane in queue.lanes.values() if lane.count]
+        kept = self.sequences.census() if kind is ModelKind.BOUND else None
+        demand = Demand(
+            now_us,
+            processes,
+            workers,
+            queue.arrived_executable,
+            sum(lanes) if kind.has_sequences else queue.undelayed,
+            0 if oldest_us is None else max(0, now_us - oldest_us),
+            len(lanes),
+            len(self.in_flight.batches),
+            missed,
+            0 if kept is None else kept.kept + kept.waiting_to_start,
+            is_reading,
+            self._applied.pause is not None,
+        )
+        return self.wanted.observe(demand, self._service(), self._owed(now_us), self._bounds())
+
+    def _service(self) -> Service:
+        settings, learned, kind = self._settings, self.learned, self.kind
+        if kind is ModelKind.STEPPING:
+            return Service(settings.max_batch_size, 1, self.wanted.duration)
+        size, batches = self._applied.batch.size, settings.concurrent_batches(kind)
+        slots = settings.max_batch_size if kind is ModelKind.BOUND else 0
+        return Service(batches, size, learned.times, learned.transit_us[1], slots)
+
+    def _owed(self, now_us: int) -> Owed:
+        applied, budget_us = self._applied, self.wanted.budget(now_us)
+        times_us = [one for one in (budget_us, applied.target_us) if one is not None]
+        settled_us = min(times_us, default=None)
+        if settled_us is not None and applied.policy != "eager":
+            return Owed(None, settled_us)
+        return Owed(max(self._settings.scale_wait_ms * 1000, applied.queue_delay_us), settled_us)
+
+    def _bounds(self) -> Bounds:
+        settings = self._settings
+        return Bounds(
+            settings.min_workers,
+            settings.max_workers,
+            settings.scale_down_ms * 1000,
+            settings.scale_idle_ms * 1000,
+        )
 
     # --- decisions -----------------------------------------------------------------------------------------
 

@@ -209,6 +209,8 @@ def _labelled(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
         yield "sequences", _sequences(model.sequences)
     if model.memory is not None:
         yield "memory", _memory(model.memory)
+    if model.wanted is not None:
+        yield "wanted", [f"{count(model.wanted.workers, 'worker')} ({model.wanted.reason})"]
     if model.refused:
         yield "refused requests", [_requests(reason, number) for reason, number in model.refused.items()]
     if model.failed:

@@ -3,7 +3,8 @@
 simulate   `carpool simulate`
 tune       `carpool tune`
 simulator  virtual time: the production scheduler between simulated producers and model processes
-arrivals   when requests arrive: at random, in bursts, or as recorded
+fleet      the same with workers that an autoscaler starts and stops
+arrivals   when requests arrive: at random, in bursts, like days, or as recorded
 curve      l(n) as measured, with straight lines between
 live       what the simulator needs to know of a live model
 observed   which batch sizes were observed

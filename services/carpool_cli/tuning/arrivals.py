@@ -1,4 +1,4 @@
-"""Traces of arrivals for the simulator: random (Poisson), in bursts, or recorded.
+"""Traces of arrivals for the simulator: random (Poisson), in bursts, like days, or recorded.
 
 A recorded trace is a text file with one request in each line: its time of arrival in seconds, counted from
 any moment, so that Unix times are as good as 0.0125. Empty lines and lines that begin with # are ignored. The
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -17,6 +18,8 @@ from carpool.text_files import read_text
 
 BURST_PHASE_S: Final = 0.5  # mean duration of a busy or a quiet phase
 BURST_RATE_RATIO: Final = 5.0  # of a busy phase to a quiet one
+DAY_S: Final = 3600.0  # of `diurnal`: shorter than a day, so that a trace has several
+DAY_AMPLITUDE: Final = 0.8  # by which the rate differs from the mean: nine times as high by day as by night
 
 
 class Arrival(NamedTuple):
@@ -80,6 +83,20 @@ def bursty(
         yield Arrival(int(at_us), expiration_us)
 
 
+def diurnal(
+    per_s: float, number: int, seed: int = 0, expiration_us: int | None = None, day_s: float = DAY_S
+) -> Iterator[Arrival]:
+    """A Poisson process whose rate rises and falls like a sine, at a mean of `per_s`. It begins at night."""
+    chance = random.Random(seed)  # noqa: S311 (a simulation)
+    at_s, made, highest = 0.0, 0, per_s * (1 + DAY_AMPLITUDE)
+    while made < number:
+        at_s += chance.expovariate(highest)
+        rate = per_s * (1 - DAY_AMPLITUDE * math.cos(2 * math.pi * at_s / day_s))
+        if chance.random() * highest < rate:
+            made += 1
+            yield Arrival(int(at_s * 1e6), expiration_us)
+
+
 class Recorded:
     """Recorded traffic, stretched in time to have the requested rate. Nothing in it is random.
 
@@ -115,10 +132,15 @@ def recorded(times_us: Sequence[int], expiration_us: int | None = None) -> Itera
         yield Arrival(at_us, expiration_us)
 
 
-def traffic(name: str) -> Traffic:
-    """The traffic of this name: poisson, bursty, or the file of a recorded trace. Raises TraceError."""
-    if name in ("poisson", "bursty"):
-        return poisson if name == "poisson" else bursty
+def traffic(name: str, period_s: float | None = None) -> Traffic:
+    """The traffic of this name: poisson, bursty, diurnal, or the file of a recorded trace. `period_s`: how
+    long a phase is, or a day; by default BURST_PHASE_S and DAY_S. Raises TraceError."""
+    if name == "poisson":
+        return poisson
+    if name == "bursty":
+        return bursty if period_s is None else partial(bursty, phase_s=period_s)
+    if name == "diurnal":
+        return diurnal if period_s is None else partial(diurnal, day_s=period_s)
     return Recorded(read_trace(Path(name)))
 
 
@@ -129,7 +151,7 @@ def read_trace(path: Path) -> list[int]:
     except (OSError, ValueError) as error:
         reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise TraceError(
-            f"--arrivals must be poisson, bursty, or a readable file of recorded arrivals; {reason}"
+            f"--arrivals must be poisson, bursty, diurnal, or a readable file of recorded arrivals; {reason}"
         ) from None
     times_s = [
         _seconds(path, number, line)

@@ -6,7 +6,7 @@ With --record it simulates nothing, but records when requests of a live model ar
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,10 +22,21 @@ from carpool.wire.report import BatcherReport
 from carpool_batcher.core.learned.curve import Curve
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.config import Changes
-from carpool_cli.screen import Progress, ProgressBar, Screen, count, table
-from carpool_cli.tuning.arrivals import Recorded, traffic, write_trace
+from carpool_cli.screen import Progress, ProgressBar, Screen, build_table, count, table
+from carpool_cli.tuning.arrivals import Recorded, Traffic, traffic, write_trace
 from carpool_cli.tuning.calibrate import ROUND_TRIP_DEFAULT, measured
 from carpool_cli.tuning.curve import line_through
+from carpool_cli.tuning.fleet import (
+    POLL_US,
+    Fleet,
+    FleetResult,
+    FleetSimulation,
+    depth,
+    figures_of,
+    fixed,
+    pending,
+    wanted,
+)
 from carpool_cli.tuning.live import UnavailableModelError, connected, read_live_model, record, run_command
 from carpool_cli.tuning.observed import GUESSED_SHARE_MIN, ObservedSizes, observed_sizes
 from carpool_cli.tuning.simulator import (
@@ -59,9 +70,15 @@ class SimulateSettings(ConnectionSettings):
     late. refused: all other refusals, such as at a full queue. p50 and p99 are latencies of the requests
     answered in time.
 
+    --scale compares fleets of workers that are scaled as Kubernetes does: by the workers that batchers want
+    (docs/scaling.md), by the length of the queue for a target of 5 and of a batch, by batches in flight, and
+    not at all. Each request counts that was late or refused, and each second of a worker, also while it
+    starts. min_workers=, max_workers= and scale_...= are settings of the model.
+
       carpool simulate --rate 4000 --expiration-ms 50 policy=deferred max_batch_size=256
       carpool simulate --record trace.txt --model square --seconds 60
       carpool simulate --arrivals trace.txt --model square max_queue_delay_ms=5
+      carpool simulate --scale --arrivals diurnal --rate 60 --expiration-ms 1000 --intercept-ms 100
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"as-json": "json"})
@@ -71,7 +88,10 @@ class SimulateSettings(ConnectionSettings):
     )
     rate: float | None = Field(None, gt=0, description="requests/s (default: 1000, or the recorded rate)")
     arrivals: str = Field(
-        "poisson", description="poisson, bursty, or a FILE with a time in seconds on each line"
+        "poisson", description="poisson, bursty, diurnal, or a FILE with a time in seconds on each line"
+    )
+    period_s: float | None = Field(
+        None, gt=0, description="mean duration of a phase (bursty, default: 0.5), or a day (diurnal: 3600)"
     )
     requests: int | None = Field(
         None, ge=1, le=100_000_000, description="number of requests (default: 100000, or as recorded)"
@@ -101,6 +121,11 @@ class SimulateSettings(ConnectionSettings):
     )
     seconds: float = Field(10.0, gt=0, le=86_400, description="duration of the recording")
     as_json: bool = Field(False, description="print one JSON object")
+    scale: bool = Field(False, description="compare fleets of workers that are started and stopped")
+    start_s: float = Field(30.0, ge=0, le=86_400, description="with --scale: how long a worker starts")
+    poll_s: float = Field(
+        POLL_US / 1e6, ge=0.1, le=3600, description="with --scale: how often an autoscaler looks"
+    )
 
     @property
     def has_trip(self) -> bool:
@@ -175,12 +200,16 @@ class RecordingProgress:
 
 def _simulate(settings: SimulateSettings) -> None:
     model, world, observed, report = _subject(settings)
-    arrivals = traffic(settings.arrivals)
+    arrivals = traffic(settings.arrivals, settings.period_s)
     rate, requests = settings.rate or RATE, settings.requests or 100_000
     if isinstance(arrivals, Recorded):
         rate, requests = settings.rate or arrivals.per_s, settings.requests or len(arrivals)
-    progress = Progress(Screen(sys.stderr), requests, "requests")
     expiration_us = _expiration_us(settings, model)
+    if settings.scale:
+        load = _Load(arrivals, rate, requests, expiration_us)
+        _compare_fleets(settings, model, world, load)
+        return
+    progress = Progress(Screen(sys.stderr), requests, "requests")
     scheduler = Scheduler(model, world.processes)
     simulation = Simulation(scheduler, world, settings.seed, progress.step, in_order=model.preserve_ordering)
     result = simulation.run(arrivals(rate, requests, settings.seed, expiration_us))
@@ -194,6 +223,72 @@ def _simulate(settings: SimulateSettings) -> None:
         for line in guesses(settings, result, observed):
             screen.print(f"\n  {line}")
         screen.print(f"\n  {round_trip(settings, report)}")
+
+
+class _Load(NamedTuple):
+    """The requests of each fleet, which are the same ones."""
+
+    arrivals: Traffic
+    per_s: float
+    requests: int
+    expiration_us: int | None
+
+
+_FLEET_HEADINGS: Final = (
+    "workers", "mean", "most", "worker-seconds", "missed", "p50", "p99", "changes up", "down",
+)  # fmt: skip
+
+
+def _compare_fleets(settings: SimulateSettings, model: ModelSettings, world: World, load: _Load) -> None:
+    """Simulate each fleet; the fixed ones have as many workers as the one that is scaled by `wanted` had on
+    average, and at most."""
+    scaled = [wanted(), depth(5), depth(model.max_batch_size), pending(5), pending(1)]
+    progress = Progress(Screen(sys.stderr), (len(scaled) + 2) * load.requests, "requests")
+
+    def simulated(fleet: Fleet) -> FleetResult:
+        simulation = FleetSimulation(
+            fleet,
+            model,
+            world,
+            start_us=int(settings.start_s * 1e6),
+            poll_us=int(settings.poll_s * 1e6),
+            seed=settings.seed,
+            on_progress=progress.step,
+        )
+        return simulation.run_fleet(
+            load.arrivals(load.per_s, load.requests, settings.seed, load.expiration_us)
+        )
+
+    outcomes = [(fleet, simulated(fleet)) for fleet in scaled]
+    ours = outcomes[0][1]
+    numbers = sorted({max(1, round(ours.workers_mean)), ours.workers_max})
+    outcomes += [(fleet, simulated(fleet)) for fleet in map(fixed, numbers)]
+    progress.end()
+    found = [figures_of(fleet, outcome) for fleet, outcome in outcomes]
+    if settings.as_json:
+        print(printable_json({"fleets": found}))
+        return
+    screen = Screen()
+    duration_s = ours.result.arrivals_us / 1e6
+    screen.print(
+        f"{load.requests:,} requests in {duration_s:,.0f} s, a worker starts in {settings.start_s:g} s",
+        style="bold",
+    )
+    screen.console.print(build_table([_FLEET_HEADINGS, *map(_fleet_row, found)]))
+
+
+def _fleet_row(found: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        found["fleet"],
+        f"{found['workers_mean']:.1f}",
+        f"{found['workers_max']:,}",
+        f"{found['worker_s']:,}",
+        f"{found['missed']:.2%}",
+        f"{found['p50_ms']:,.0f} ms",
+        f"{found['p99_ms']:,.0f} ms",
+        f"{found['ups']:,}",
+        f"{found['downs']:,}",
+    )
 
 
 class _Subject(NamedTuple):

@@ -77,7 +77,9 @@ class TuneSettings(RequestSettings):
     rate: float | None = Field(
         None, gt=0, description="expected requests/s (default: find the highest possible rate)"
     )
-    arrivals: str = Field("poisson", description="poisson, bursty, or a FILE, as for `carpool simulate`")
+    arrivals: str = Field(
+        "poisson", description="poisson, bursty, diurnal, or a FILE, as for `carpool simulate`"
+    )
     rounds: int = Field(5, ge=1, le=100, description="number of bursts of each size")
     plot: str = Field(
         "tune.png", description="file for the plot of p99 latency and goodput by rate; empty for none"

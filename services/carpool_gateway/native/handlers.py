@@ -11,20 +11,29 @@ from carpool_gateway.credentials import Key
 from carpool_gateway.exchange import Exchange, Handler
 from carpool_gateway.native.infer import Inference
 from carpool_gateway.native.kept import IDEMPOTENCY, KeptRequests
+from carpool_gateway.native.scale import Scaling
 from carpool_gateway.native.streaming import Streaming
 from carpool_gateway.options import wants_async, wants_stream
 
 
 class NativeHandlers:
-    """The handlers of `/carpool/v1`. What finds one raises HttpError and CarpoolErrors."""
+    """The handlers of `/carpool/v1`. What finds one raises HttpError and CarpoolErrors. `scaling`: tells how
+    many workers models need."""
 
     def __init__(
-        self, *, producer: Producer, inference: Inference, streaming: Streaming, kept: KeptRequests
+        self,
+        *,
+        producer: Producer,
+        inference: Inference,
+        streaming: Streaming,
+        kept: KeptRequests,
+        scaling: Scaling,
     ) -> None:
         self._producer = producer
         self._inference = inference
         self._streaming = streaming
         self._kept = kept
+        self.scaling = scaling
 
     def handler_for_infer(self, exchange: Exchange, key: Key) -> Handler:
         """Of one request: its answer is its result, a stream of chunks, or where the result will be."""

@@ -65,6 +65,14 @@ class VersionReport(NamedTuple):
     compute_us: int
 
 
+class WantedReport(NamedTuple):
+    """How many workers a model needs, and why (docs/scaling.md). `processes`: of all of them together."""
+
+    workers: int
+    processes: int
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class BatcherReport:
     """What a batcher publishes. Counters count since `began_us`; times are Redis's."""
@@ -96,11 +104,12 @@ class BatcherReport:
     versions: dict[str, VersionReport] = field(
         default_factory=dict
     )  # what workers of each did, if they have any
+    wanted: WantedReport | None = None  # None: the batcher is of another version
 
     def encode(self) -> str:
         """The report as JSON."""
         values = {name: getattr(self, name) for name in _FIELDS}  # `asdict` would copy what they hold
-        for name in ("gauges", "stepping", "sequences"):
+        for name in ("gauges", "stepping", "sequences", "wanted"):
             if values[name] is not None:
                 values[name] = values[name]._asdict()
         return json.dumps(values, separators=(",", ":"))

@@ -63,6 +63,11 @@ class Learned:
         """l(n) over all lanes."""
         return self._lanes.all_lanes.latency
 
+    @property
+    def times(self) -> ExecutionTimes:
+        """How long batches of any lane are expected to take."""
+        return self._lanes.all_lanes.times
+
     def times_of(self, lane: str) -> ExecutionTimes:
         """How long batches of a lane are expected to take; those of all lanes while too little is known."""
         return self._lanes.of(lane).times
