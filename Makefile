@@ -11,7 +11,7 @@ JOBS   ?= 6
 PIP    := $(BIN)/pip install --no-compile --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools demo test check docs lock audit bench http fuzz profile soak chaos release compat clean
+.PHONY: help install tools demo test check docs pictures lock audit bench http fuzz profile soak chaos release compat clean
 
 help: ## List these targets
 	@printf 'Usage: make TARGET [PYTHON=python3.12]\n\n'
@@ -38,6 +38,9 @@ check: install ## Check style, format, types, and imports between layers
 
 docs: install ## Write the reference of the Python interface, from its docstrings, into build/docs
 	@cd tests && ../$(BIN)/python -m support.reference ../build/docs
+
+pictures: tools ## Take the pictures of docs/console.md from a browser (Chromium)
+	@cd tests && ../$(BIN)/python -m support.pictures
 
 # The interpreter for all systems is the one of .venv, unless PYTHON is given. The grid runs in ops/bench.
 GRID    = cd ops/bench && ../../$(BIN)/python -m

@@ -31,7 +31,8 @@ _WITHOUT_SELECTORS: Final = (
 class AclSettings(CarpoolSettings):
     """Write Redis's ACL file: one user for each role, with the permissions that the role needs and no others.
 
-    The roles are producer, batcher, worker, gateway, control, metrics and admin; no other user can connect.
+    The roles are producer, batcher, worker, gateway, control, metrics, console and admin; no other user can
+    connect.
     The password of a role is in SECRETS/ROLE/password, and is generated if that file does not exist. Each is
     in a directory of its own, so that it can be given to that role alone. Running the command again changes
     nothing.
@@ -53,9 +54,10 @@ class AclSettings(CarpoolSettings):
         "",
         description="models that other models call, such as detect,classify: adds a user `model` for these",
     )
-    rotate: Literal["producer", "batcher", "worker", "gateway", "metrics", "admin", "model"] | None = Field(
-        None, description="the role that gets a new password in addition to its present one"
-    )
+    rotate: (
+        Literal["producer", "batcher", "worker", "gateway", "control", "metrics", "console", "admin", "model"]
+        | None
+    ) = Field(None, description="the role that gets a new password in addition to its present one")
 
 
 def main(argv: Sequence[str]) -> int:

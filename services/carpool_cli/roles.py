@@ -10,7 +10,7 @@ A grant is a set of commands on a set of keys. For Redis 7, each grant is a sele
 6 has no selectors, only the commands and the keys of a user, so that each command of a role may be used on
 each of its keys, which is more than the grants say.
 
-Why: docs/decisions/0032.
+Why: docs/decisions/0032, and docs/decisions/0118 for the role console.
 """
 
 from __future__ import annotations
@@ -233,6 +233,54 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         _Lua("nodes/load nodes/generations operator/audit operator/change"),
     ),
     "metrics": (_CONNECT, *_COUNTS, Grant("read Redis's metrics", "info dbsize latency|latest slowlog|len")),
+    # The operators' page: what waits, is in flight and dead, and what operators do to models.
+    "console": _grants(
+        "console",
+        _CONNECT, _CLUSTER, _CLOCK,
+        Grant("list the models, and those that are being loaded", "smembers", "models loading_models"),
+        Grant("read what workers registered, and each declares", "hgetall", "registration declared"),
+        Grant("count waiting entries, batches in flight and dead letters", "xlen", "requests batches dead"),
+        Grant("list the versions that have batch streams", "smembers", "versions"),
+        Grant("read what operators have set", "hgetall", "shares config paused drained"),
+        Grant("list the model processes that are alive", "zrange", "workers"),
+        Grant("list those that drain", "smembers", "draining"),
+        Grant("read how much memory they take", "hgetall", "memory"),
+        Grant("see whether a batcher is active, and a worker loads the model", "exists", "batcher loading"),
+        Grant("read a batcher's report", "get", "report"),
+        Grant("see which worker has which batch", "xpending xinfo|groups xinfo|consumers", "batches"),
+        Grant("see how much memory Redis has", "info"),
+        Grant("read when a waiting request arrived, while no batcher tells", "xrange", "requests"),
+        Grant("ask a batcher for the detail of a model", "set", "watched"),
+        Grant("read that detail", "get", "detail"),
+        Grant("a request: ask its batcher", "xadd", "settled"),
+        Grant("a request: read what the batcher answers", "get", "answer"),
+        Grant("a request: see how far it is", "hmget", "progress"),
+        Grant("a request: find it in a batch, while no batcher is active", "xrange", "batches"),
+        Grant("a request: see whether a result is kept, and until when", "exists pttl", "result"),
+        Grant("a request: the same of a result that is read by ID", "pttl", "replies"),
+        Grant("a request: read that record", "get", "kept"),
+        Grant("withdraw a request, and send that of a dead letter again", "xadd", "requests"),
+        Grant("read and delete dead letters", "xrange xrevrange xdel", "dead"),
+        Grant("send a dead letter again, once", "multi exec watch unwatch", "dead"),
+        Grant("send it again: delete what nobody has read of its result", "del", "result"),
+        Grant("send it again: the same of a result that is read by ID", "xtrim", "replies"),
+        Grant("run scripts that list dead letters", "evalsha eval", "dead"),
+        _Lua("dead_page"),
+        Grant("read what operators did; one entry for an action on dead letters", "xrevrange xdel", "audit"),
+        Grant("read what operators loaded, unloaded and removed", "xrevrange", "nodes_audit"),
+        _SCRIPTS,
+        *_NODES,
+        Grant(
+            "override, share, pause, resume, drain, load and unload: run scripts",
+            "evalsha eval",
+            "config shares settled audit paused registration drained workers draining wanted seats outcomes "
+            "generation nodes_audit",
+        ),
+        _Lua("operator/audit operator/change operator/pause operator/resume"),
+        _Lua("operator/drain_worker operator/undrain_worker"),
+        Grant("what became of what is loaded", "hget", "outcomes"),
+        _Lua("nodes/load nodes/generations"),
+    ),
     "admin": _grants(
         "admin",
         _CONNECT,

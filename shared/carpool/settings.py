@@ -153,14 +153,14 @@ SIMILARITY_MIN: Final = 0.85  # of a variable that nothing reads to the one that
 OF_COMMANDS: Final = frozenset(
     (
         "accept", "action", "alive", "all", "arrivals", "as_json", "before", "body", "calls", "cancel",
-        "change", "content_type", "correlation_id", "cost", "count", "data_dir", "detail_of", "enqueue",
-        "expiration_ms", "field", "force", "gateway", "gateway_port", "id", "ids", "in_flight",
-        "intercept_ms", "keep", "lane", "latency_ms", "load", "newer_s", "noise", "none", "not_before",
-        "older_s", "once", "output", "period_s", "plot", "poll_s", "priority", "queries", "rate", "raw",
-        "reason", "record", "redis", "redis_port", "refuse", "reload", "request", "requests", "result_ttl",
-        "rotate", "rounds", "scale", "seconds", "secrets", "seed", "sequence_end", "sequence_id",
-        "sequence_index", "sequence_start", "share", "slope_ms", "start_s", "status", "stream", "tenant",
-        "timeout", "timeout_s", "trip_ms", "trip_noise", "trip_slope_ms", "undo", "version", "wait",
+        "change", "console", "console_port", "content_type", "correlation_id", "cost", "count", "data_dir",
+        "detail_of", "enqueue", "expiration_ms", "field", "force", "gateway", "gateway_port", "id", "ids",
+        "in_flight", "intercept_ms", "keep", "lane", "latency_ms", "load", "newer_s", "noise", "none",
+        "not_before", "older_s", "once", "output", "period_s", "plot", "poll_s", "priority", "queries",
+        "rate", "raw", "reason", "record", "redis", "redis_port", "refuse", "reload", "request", "requests",
+        "result_ttl", "rotate", "rounds", "scale", "seconds", "secrets", "seed", "sequence_end",
+        "sequence_id", "sequence_index", "sequence_start", "share", "slope_ms", "start_s", "status", "stream",
+        "tenant", "timeout", "timeout_s", "trip_ms", "trip_noise", "trip_slope_ms", "undo", "version", "wait",
         "workers",
     )
 )  # fmt: skip

@@ -100,6 +100,7 @@ class Project:
             "PROMETHEUS_PORT": "0",
             "GATEWAY_PORT": "0",
             "GRPC_PORT": "0",
+            "CONSOLE_PORT": "0",
             **settings,
         }
         self._since_s = time.time()

@@ -9,7 +9,7 @@ import shutil
 import urllib.request
 from collections.abc import Iterator
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import pytest
 from redis import Redis
@@ -33,6 +33,7 @@ VOLUMES: Final = {
     "batcher": {"lock-batcher"},
     "worker": {"lock-worker"},
     "gateway": {"lock-gateway"},
+    "console": {"lock-console", "console-users"},
     "prometheus": {"prometheus-data"},
 }
 # Appended to tests/support/models/hashing.py. It is slow, so that a worker always executes a batch during a
@@ -52,13 +53,15 @@ def images() -> None:
     """Build the images from the working tree."""
     with Project() as project:
         project("build", timeout_s=600)
+        project("build", "console", timeout_s=600)  # it has a profile
 
 
 @pytest.fixture(scope="module")
 def stack(images: None) -> Iterator[Project]:
-    """The default stack, for tests that do not change it."""
+    """The default stack and the operators' page, for tests that do not change it."""
     with Project() as project:
         project.up()
+        project.up("--no-recreate", "console")
         yield project
 
 
@@ -115,12 +118,10 @@ def test_prometheus_scrapes_all_services_and_loads_the_alerts(stack: Project) ->
     def is_complete() -> bool:
         series = get(f"query?query={quote('sum by (job) (up)')}")["result"]
         return {each["metric"]["job"]: each["value"][1] for each in series} == {
-            "batcher": "2", "worker": "1", "gateway": "1",
+            "batcher": "2", "worker": "1", "gateway": "1", "console": "1",
         }  # fmt: skip
 
-    wait_until(
-        is_complete, description="Prometheus has scraped two batchers, a worker and a gateway", timeout_s=30
-    )
+    wait_until(is_complete, description="Prometheus has scraped all services", timeout_s=30)
     assert get("rules")["groups"]
 
 
@@ -132,7 +133,30 @@ def test_gateway_speaks_websocket_and_grpc(stack: Project) -> None:
         assert rpc.check() == "SERVING"
 
 
-@pytest.mark.parametrize("service", ["redis", "batcher", "worker", "gateway", "prometheus"])
+def test_operators_page_shows_the_models_to_who_has_the_password_of_its_log(stack: Project) -> None:
+    """The password is printed once; a drained console ends with 0, and starts again with the same users."""
+    (container,) = stack.containers("console")
+    (printed,) = re.findall(r"Sign in as (\w+) with the password (\S+)", stack.log(container))
+    assert "square" in first_page(stack.address("console", 8800), *printed)
+    stack("stop", "console")
+    assert stack.exit_codes("console") == [0]
+    stack.up("--no-recreate", "console")
+    (container,) = stack.containers("console")
+    assert stack.log(container).count(printed[1]) == 1
+    assert "square" in first_page(stack.address("console", 8800), *printed)
+
+
+def first_page(address: str, name: str, password: str) -> str:
+    """The page that one sees who has signed in."""
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    form = urlencode({"name": name, "password": password, "next": "/"}).encode()
+    request = urllib.request.Request(f"http://{address}/sign-in", form, {"Origin": f"http://{address}"})
+    with opener.open(request, timeout=30) as answer:
+        page: bytes = answer.read()
+    return page.decode()
+
+
+@pytest.mark.parametrize("service", ["redis", "batcher", "worker", "gateway", "console", "prometheus"])
 def test_container_has_minimal_privileges(stack: Project, service: str) -> None:
     for container in stack.containers(service):
         host = container["HostConfig"]
@@ -147,7 +171,7 @@ def test_container_has_minimal_privileges(stack: Project, service: str) -> None:
         assert fields["NoNewPrivs"].strip() == "1"
 
 
-def test_only_two_services_have_a_port_and_only_on_loopback(stack: Project) -> None:
+def test_only_three_services_have_a_port_and_only_on_loopback(stack: Project) -> None:
     published = {
         (container["Config"]["Labels"]["com.docker.compose.service"], port, address["HostIp"])
         for container in stack.containers()
@@ -157,6 +181,7 @@ def test_only_two_services_have_a_port_and_only_on_loopback(stack: Project) -> N
     assert published == {
         ("gateway", "8000/tcp", "127.0.0.1"),
         ("gateway", "8001/tcp", "127.0.0.1"),
+        ("console", "8800/tcp", "127.0.0.1"),
         ("prometheus", "9090/tcp", "127.0.0.1"),
     }
 
@@ -171,9 +196,10 @@ def test_redis_requires_a_password_that_no_container_description_shows(stack: Pr
     (redis,) = stack.containers("redis")
     assert "NOAUTH" in stack.inside(redis, "redis-cli", "ping")
     passwords = [
-        stack.password(role) for role in ("producer", "batcher", "worker", "gateway", "metrics", "admin")
+        stack.password(role)
+        for role in ("producer", "batcher", "worker", "gateway", "metrics", "console", "admin")
     ]
-    assert len(set(passwords)) == 6
+    assert len(set(passwords)) == 7
     description = json.dumps(stack.containers())
     assert not [password for password in passwords if password in description]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgpack
 import pytest
@@ -30,10 +32,12 @@ from carpool.store import batcher, bound, dead_letters, results, steps, upkeep, 
 from carpool.store.connection import Script
 from carpool.wire.nodes import NodeReport
 from carpool_cli import acl
-from carpool_cli.roles import ROLES
+from carpool_cli.roles import ROLES, patterns
 from conftest import SERVERS, name_of
 from support.command import Done, carpool
 from support.configured import NO_PERSISTENCE, ConfiguredRedis, major
+from support.console import Browser as ConsoleBrowser
+from support.console import printed_password
 from support.http import call
 from support.models.bound import digest
 from support.models.stateful import folded
@@ -41,7 +45,7 @@ from support.redis_client import redis_at
 from support.repository import make_repository, start_node
 from support.stack import RESULT_S, Stack, envelope
 from support.status import get
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 MODELS: Final = (
     *("square", "plain.py:Echo", "plain.py:Single", "faulty.py:Faulty", "stateful.py:Folding"),
@@ -108,7 +112,9 @@ def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     environment: dict[str, dict[str, str]] = {}
     with Stack(home / "logs", server=server, environment=environment) as stack:
         secured = Secured(stack, f"127.0.0.1:{server.port}", secrets, users, rules)
-        environment |= {role: secured.environment(role) for role in ("batcher", "worker", "gateway")}
+        environment |= {
+            role: secured.environment(role) for role in ("batcher", "worker", "gateway", "console")
+        }
         environment["worker"]["CARPOOL_MODEL_REDIS_URL"] = secured.url("model")
         stack.serve(*MODELS)
         yield secured
@@ -572,7 +578,7 @@ def test_clients_sign_in_with_the_settings_of_commands(
         Client()
 
 
-@pytest.mark.parametrize("role", sorted(set(ROLES) - {"admin"}))
+@pytest.mark.parametrize("role", sorted(set(ROLES) - {"admin", "console"}))
 def test_only_an_admin_overrides_settings(secured: Secured, role: str) -> None:
     if role in ("batcher", "worker", "control") and secured.rules == "6":
         pytest.skip("with these rules it may use HSET, which it needs for other hashes, on all of its keys")
@@ -662,6 +668,169 @@ def test_admin_loads_a_model_on_a_node_replaces_and_unloads_it(no_denials: Secur
     assert "repeat" in run(no_denials, "admin", "nodes").stdout
     assert run(no_denials, "admin", "unload", "repeat").returncode == 0
     assert node.terminate() == 0
+
+
+# Where another operator takes a dead letter just before this one does.
+RARE: Final = {("dead", "unwatch")}
+# Of the connection, of a cluster, and for running scripts, whose commands their heads grant.
+OF_CONNECTIONS: Final = {"ping", "client", "cluster", "eval", "evalsha", "echo"}
+
+
+def test_console_shows_and_does_all_with_its_role_and_needs_each_of_its_rights(
+    no_denials: Secured, unique: str
+) -> None:
+    """Given one that signs in with its role, expect that all pages and actions work, and that it uses each
+    command that it may, on each key."""
+    stack = no_denials.stack
+    keys = Keys("Faulty")
+    with Watched(stack) as watched:
+        console = stack.console()
+        operator = ConsoleBrowser(console)
+        assert operator.sign_in(*printed_password(console)).code == 303
+        look_and_act(stack, operator, unique, watched.notice)
+        assert console.terminate() == 0
+    direct = {
+        (key, name.partition("|")[0])
+        for grant in ROLES["console"] if " in lua" not in grant.why
+        for key in grant.keys.split() for name in grant.commands.split()
+    }  # fmt: skip
+    of_keys = {name: re.compile(fnmatch.translate(key)) for name, key in patterns().items()}
+    used = {
+        (name, command)
+        for command, arguments in watched.commands
+        for name, pattern in of_keys.items()
+        if any(map(pattern.match, arguments))
+    }
+    without_keys = {command for command, _ in watched.commands}
+    known = OF_CONNECTIONS | (without_keys & {"multi", "exec"})
+    unused = {(key, command) for key, command in direct - used - RARE if command not in known}
+    assert not unused, f"the role may {sorted(unused)}, which the console does not need"
+    assert not stack.redis.exists(keys.overrides, keys.paused, keys.drained)
+
+
+class Watched:
+    """What consoles send to a stack's Redis, while the block runs."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._redis = stack.redis
+        self._lines: list[dict[str, Any]] = []
+        self._thread = threading.Thread(target=self._read)
+        self._began = threading.Event()
+        self._addresses: set[str] = set()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._began.wait(EVENTUALLY_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._redis.echo("the end")
+        self._thread.join(EVENTUALLY_S)
+
+    def _read(self) -> None:
+        with self._redis.monitor() as monitor:
+            self._began.set()
+            for line in monitor.listen():
+                if line["command"] == "ECHO the end":
+                    return
+                self._lines.append(line)
+
+    def notice(self) -> None:
+        """Remember which connections are those of consoles: the commands that name them are not seen."""
+        for client in self._redis.client_list():
+            if client["name"].startswith("carpool-console-"):
+                self._addresses.add(client["addr"])
+
+    @property
+    def commands(self) -> list[tuple[str, list[str]]]:
+        """Each command, in small letters, and its arguments."""
+        sent = [
+            line["command"]
+            for line in self._lines
+            if f"{line['client_address']}:{line['client_port']}" in self._addresses
+        ]
+        return [(words[0].lower(), words[1:]) for words in (text.split(" ") for text in sent)]
+
+
+def look_and_act(stack: Stack, operator: ConsoleBrowser, unique: str, notice: Callable[[], None]) -> None:
+    """All pages and actions of the console. `notice` is called after each."""
+    redis, keys = stack.redis, Keys("Faulty")
+
+    def look(path: str) -> str:
+        answer = operator.get(path)
+        notice()
+        assert answer.code in (200, 303), f"{path}: {answer.body.decode()}"
+        assert "NOPERM" not in answer.body.decode()
+        return answer.body.decode()
+
+    def act(path: str, *more: tuple[str, str], **fields: str) -> None:
+        answer = operator.post(
+            path, [*more, *fields.items(), ("csrf", operator.csrf()), ("confirmed", "yes")]
+        )
+        notice()
+        assert answer.code == 303, f"{path}: {answer.body.decode()}"
+
+    letters = [
+        redis.xadd(keys.dead, {"correlation_id": f"{unique}-{at}", "content_type": "application/json",
+                               "body": "1", **({"reply_to": f"{unique}-{at}"} if at == 0 else {}),
+                               "reason": "it died", "attempts": "2", "entry_id": "1-1"}).decode()
+        for at in range(3)
+    ]  # fmt: skip
+    for path in ("/", "/models/Faulty", "/workers", "/nodes", "/dead", "/models/Faulty/dead", "/audit",
+                 "/load", "/models/Faulty/dead/errors", f"/models/Faulty/dead/{letters[0]}?body=1", "/jobs",
+                 "/models/Faulty/settings", "/models/Faulty/control", "/models/Faulty"):  # fmt: skip
+        look(path)
+    act("/models/Faulty/dead/act", ("action", "replay"), ("id", letters[0]), ("id", letters[1]))
+    act("/models/Faulty/dead/act", ("action", "replay"), ("id", letters[0]))  # it is gone
+    act("/models/Faulty/dead/act", ("action", "drop"), ("id", letters[2]))
+    assert stack.result("Faulty", f"{unique}-1")["status"] == "OK"
+    act("/models/Faulty/settings", name="max_queue_size", value="77")
+    act("/models/Faulty/settings", name="max_queue_size", remove="yes")
+    act("/models/Faulty/pause", reason="why")
+    act("/models/Faulty/resume")
+    (worker,) = {name.partition("/")[0] for name in stack.live_workers("Faulty")}
+    act("/models/Faulty/drain", worker=worker)
+    act("/models/Faulty/undrain", worker=worker)
+    act("/models/Faulty/share", action="none")
+    find_requests(stack, look, act, unique)
+    use_nodes(stack, look, act)
+
+
+Look = Callable[[str], str]
+
+
+def find_requests(stack: Stack, look: Look, act: Callable[..., None], unique: str) -> None:
+    """Where they are: waiting, in flight, answered, unknown; and while there is no batcher."""
+    gate = stack.home / f"{unique}-gate"
+    single = Keys(block_worker_at(stack, gate))
+    stack.send("Single", body="1", correlation_id=f"{unique}-waits")
+    assert "waiting" in look(f"/find?model=Single&id={unique}-waits")
+    assert stack.redis.xlen(single.batches)
+    assert "in flight" in look(f"/find?model=Single&id={gate.name}")
+    act("/models/Single/withdraw", id=f"{unique}-waits")
+    gate.touch()
+    look(f"/find?model=Faulty&id={unique}-1")
+    look(f"/find?id={unique}-nowhere")
+    look("/find?model=nobody&id=1-1")  # no batcher knows this model
+
+
+def use_nodes(stack: Stack, look: Look, act: Callable[..., None]) -> None:
+    """There is no node: what it would publish is written here."""
+    redis, nodes = stack.redis, NodesKeys()
+    redis.zadd(nodes.leases, {"node": "inf"})
+    redis.hset(nodes.reports, "node", NodeReport("node", 1, {"entry": ["1"]}, {}).encode())
+    act("/load", entry="entry")
+    act("/load/unload", model="entry")
+    look("/nodes")
+    redis.delete(nodes.leases, nodes.reports, nodes.outcomes, nodes.generation, nodes.audit, nodes.wanted)
+
+
+def block_worker_at(stack: Stack, gate: Path) -> str:
+    """Two requests in flight, which wait for the gate, and have its name."""
+    for _ in range(2):
+        stack.send("Single", body=json.dumps({"gate": str(gate)}), correlation_id=gate.name)
+    wait_until(lambda: stack.redis.xlen(Keys("Single").batches) == 2, description="both are in flight")
+    return "Single"
 
 
 @pytest.mark.parametrize("role", ["producer", "metrics", "batcher"])
@@ -833,6 +1002,13 @@ FORBIDDEN: Final = {
         "ACL LOAD", "ACL LIST", "CLIENT LIST", "SLOWLOG GET", "CLIENT KILL ID 1", "MULTI", "SCAN 0",
         f"HMGET {Q} state", f"HGET {Q} state", f"ZREM {K} x",
     ],
+    "console": [
+        f"XREAD STREAMS {R} 0", f"XREADGROUP GROUP {W} me STREAMS {B} >", f"XACK {B} {W} 1-1",
+        f"ZADD {Z} 1 me", f"RPUSH {A} forged", f"BLPOP {A} 1", f"XREAD STREAMS {Y} 0", f"GETRANGE {G} 0 1",
+        f"SET {G} x", f"HGET {Q} state", f"DEL {Q}", "SADD carpool:models x", "SREM carpool:models m",
+        "SCAN 0", "CONFIG GET *", "ACL LOAD", "ACL LIST", "CLIENT LIST", "CLIENT KILL ID 1", "SLOWLOG GET",
+        "SCRIPT LOAD x", "ZADD carpool:{.nodes}:leases 1 me",
+    ],
     "admin": [
         f"XACK {B} {W} 1-1", f"XREADGROUP GROUP {W} me STREAMS {B} >",
         f"ZADD {Z} 1 me", f"RPUSH {A} forged", "ZADD carpool:{.nodes}:leases 1 me",
@@ -871,6 +1047,12 @@ FORBIDDEN_BY_SELECTORS: Final = {
         f"XTRIM {B} MAXLEN 0", f"HSET {C} max_batch_size 1", f"HGETALL {C}", f"SET {G} x", f"SET {M} x",
     ],
     "metrics": [f"HGETALL {R}", f"EXISTS {R}", f"GET {L}"],
+    "console": [
+        f"XREVRANGE {R} + -", f"XDEL {R} 1-1", f"DEL {R}", f"XTRIM {R} MAXLEN 0", f"XADD {B} * a b",
+        f"XDEL {B} 1-1", f"XADD {D} * a b", f"DEL {D}", f"SET {L} me", f"GET {L}", f"SET {T} x",
+        f"XADD {Y} * results x", f"XRANGE {Y} - +", f"HGETALL {P}", f"GET {A}", f"DEL {M}",
+        f"HSET {M} max_batch_size 1", f"HDEL {M} max_batch_size", "XADD carpool:{.nodes}:wanted * a b",
+    ],
     "admin": [
         f"XTRIM {R} MAXLEN 0", f"XADD {B} * a b", f"XADD {D} * a b", f"DEL {L}", f"HGETALL {R}",
         f"XREAD STREAMS {R} 0", f"HSET {Q} state x", f"HGETALL {Q}", f"HMGET {Q} state",

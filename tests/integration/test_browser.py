@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import socket
 import subprocess
 import threading
@@ -18,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from carpool.lifecycle import command_that_dies_with_parent
+from support.browser import tool
 from support.stack import Service, Stack
 from support.waiting import EVENTUALLY_S
 
@@ -29,17 +28,6 @@ window.onerror = (message) => report({ error: String(message) });
 window.onunhandledrejection = (event) => report({ error: String(event.reason) });
 """
 START_S: Final = 60.0  # of a browser on a busy machine
-
-
-def tool() -> str:
-    """The path of Chromium. If missing, skip, or fail if CARPOOL_REQUIRED lists it."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        missing = "chromium is missing; on Debian: apt-get install --no-install-recommends chromium"
-        if "chromium" in os.environ.get("CARPOOL_REQUIRED", "").replace(",", " ").split():
-            pytest.fail(missing)
-        pytest.skip(missing)
-    return path
 
 
 class Site:

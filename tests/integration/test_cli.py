@@ -356,10 +356,23 @@ def test_a_gateway_starts_elsewhere_if_its_port_is_taken_meanwhile(
     assert "address already in use" in (tmp_path / "gateway.log").read_text()
 
 
-def test_a_stack_without_a_gateway(tmp_path: Path) -> None:
-    with up(tmp_path, "square", "--no-gateway") as started:
+def test_a_stack_without_a_gateway_and_an_operators_page(tmp_path: Path) -> None:
+    with up(tmp_path, "square", "--no-gateway", "--no-console") as started:
         assert "curl" not in started.text()
+        assert "Operators' page" not in started.text()
         assert len(started.descendants()) == 4
+
+
+def test_the_operators_page_is_beside_the_stack(square: Up) -> None:
+    """With its address, and a password that the command prints once, and its services do not."""
+    found = re.search(r"Operators' page: (\S+) \(sign in as (\w+) with (\S+)\)", square.text())
+    assert found is not None
+    url, name, password = found.groups()
+    form = f"name={name}&password={password}&next=/".encode()
+    kind = "application/x-www-form-urlencoded"
+    answer = call(url, "POST", "/sign-in", form, Content_Type=kind, Origin="http://localhost")
+    assert (answer.code, answer.headers["location"]) == (303, "/")
+    assert square.text().count(password) == 1
 
 
 TENSORS: Final = """
@@ -432,7 +445,7 @@ def test_killed_process_is_restarted(tmp_path: Path, name: str) -> None:
 def test_no_child_survives_a_killed_supervisor(tmp_path: Path) -> None:
     with up(tmp_path, "square", fresh=True) as started:
         pids = started.descendants()
-        assert len(pids) == 5, "Redis, a batcher, a worker and its model process, a gateway"
+        assert len(pids) == 6, "Redis, a batcher, a worker and its model process, a gateway, a console"
         started.process.kill()
         wait_until(lambda: have_ended(pids), description="every child and grandchild has ended")
 

@@ -1,27 +1,36 @@
-"""ops/nginx/carpool.conf: a real nginx before two gateways."""
+"""ops/nginx: a real nginx before two gateways, and one before the operators' page."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
+import urllib.error
+import urllib.request
+from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlencode
 
 import pytest
 
 from carpool.lifecycle import command_that_dies_with_parent
 from support.http import Connection, call, request
 from support.models.stepping import text_of
+from support.pem import CERTIFICATE, KEY
 from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 from support.websocket import Socket, handshake
 
 CONFIGURATION: Final = Path(__file__).parents[2] / "ops/nginx/carpool.conf"
+OF_CONSOLE: Final = CONFIGURATION.with_name("console.conf")
 ECHO: Final = "/carpool/v1/models/Echo/infer"
 MAIN: Final = """\
 {user}daemon off; worker_processes 1; pid {home}/nginx.pid; error_log {home}/error.log info;
@@ -71,6 +80,13 @@ def nginx(gateways: list[Service], tmp_path_factory: pytest.TempPathFactory) -> 
     text = CONFIGURATION.read_text().replace("127.0.0.1:8080", address)
     for at, gateway in enumerate(gateways):
         text = text.replace(f"127.0.0.1:{8000 + at}", gateway.url.removeprefix("http://"))
+    with running(home, text, address):
+        yield f"http://{address}"
+
+
+@contextmanager
+def running(home: Path, text: str, address: str) -> Iterator[None]:
+    """An nginx with this configuration, which listens at this address."""
     # As root, it would run as a user that may not write here.
     user = "user root; " if os.getuid() == 0 else ""
     (home / "carpool.conf").write_text(text)
@@ -79,7 +95,7 @@ def nginx(gateways: list[Service], tmp_path_factory: pytest.TempPathFactory) -> 
     process = subprocess.Popen(command_that_dies_with_parent(command), cwd=home)
     try:
         wait_until(lambda: _listens(address), description="nginx listens")
-        yield f"http://{address}"
+        yield
     finally:
         process.terminate()
         process.wait(10)
@@ -216,3 +232,48 @@ def _answers_of(gateway: Service) -> int:
         line for line in lines if line.startswith('carpool_gateway_requests_total{code="200",route="infer"}')
     ]
     return int(float(counts[0].rpartition(" ")[2])) if counts else 0
+
+
+def test_nginx_signs_people_in_at_the_operators_page(shared: Stack, tmp_path: Path) -> None:
+    """The one that nginx names has the role of the file of users, others that of the flag. A header that a
+    client sends means nothing, with nginx and without. Cookies are for TLS only, and forms are accepted."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = "{}:{}".format(*free.getsockname())
+    header = ("--trusted-header", "X-Remote-User")
+    console = shared.console("--trusted-proxy", "127.0.0.1", *header)
+    text = OF_CONSOLE.read_text().replace("/etc/nginx/", f"{tmp_path}/").replace("127.0.0.1:8443", address)
+    text = text.replace("127.0.0.1:8800", console.url.removeprefix("http://"))
+    (tmp_path / "console.crt").write_text(CERTIFICATE)
+    (tmp_path / "console.key").write_text(KEY)
+    (tmp_path / "console.passwords").write_text("operator:{PLAIN}one\nvic:{PLAIN}two\n")
+    trusting = ssl.create_default_context(cadata=CERTIFICATE)
+    trusting.check_hostname = False
+    opener = urllib.request.build_opener(
+        urllib.request.HTTPCookieProcessor(), urllib.request.HTTPSHandler(context=trusting)
+    )
+
+    def ask(path: str, who: str, form: dict[str, str] | None = None) -> str:
+        headers = {"Authorization": f"Basic {b64encode(who.encode()).decode()}", "X-Remote-User": "operator"}
+        headers |= {"Origin": f"https://{address}"} if form is not None else {}
+        data = None if form is None else urlencode(form).encode()
+        request = urllib.request.Request(f"https://{address}{path}", data, headers)
+        with opener.open(request, timeout=EVENTUALLY_S) as answer:
+            seen.append(answer.headers.get("Set-Cookie") or "")
+            page: bytes = answer.read()
+        return page.decode()
+
+    seen: list[str] = []
+    with running(tmp_path, text, address):
+        page = ask("/models/Echo/settings/max_queue_size", "operator:one")
+        assert "operator, operator" in page
+        assert seen[0].startswith("__Host-") and "Secure" in seen[0]
+        csrf = re.search(r'name="csrf" value="([^"]+)"', page)
+        assert csrf is not None
+        form = {"csrf": csrf[1], "name": "max_queue_size", "value": "78"}
+        assert "max_queue_size is 78" in ask("/models/Echo/settings", "operator:one", form)
+        assert "vic, viewer" in ask("/", "vic:two")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask("/", "nobody:three")
+    untrusting = shared.console("--trusted-proxy", "192.0.2.1", *header)
+    answer = call(untrusting.url, "GET", "/", X_Remote_User="operator")
+    assert (answer.code, answer.headers["location"]) == (303, "/sign-in?next=%2F")

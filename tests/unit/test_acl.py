@@ -65,7 +65,7 @@ def hashed(password: str) -> str:
 def test_each_role_gets_its_own_password_readable_only_by_its_owner() -> None:
     assert run_acl() == 0
     generated = passwords()
-    assert len({*generated.values()}) == len(ROLES) == 7
+    assert len({*generated.values()}) == len(ROLES) == 8
     assert all(len(password) == 43 for password in generated.values())
     for role in ROLES:
         path = Path("passwords") / role / "password"
@@ -95,7 +95,7 @@ def test_second_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert passwords() == before
     assert (Path("users.acl").read_text(), Path("users.acl").stat().st_ino) == (text, inode)
     printed = capsys.readouterr().out
-    assert printed.count("is unchanged") == 7
+    assert printed.count("is unchanged") == 8
     assert "users.acl is up to date" in printed
 
 
@@ -214,7 +214,8 @@ STORES: Final = {
     "control": (nodes, directory),  # beside what the role gateway has
     "batcher": (batcher, reader, results, upkeep),
     "worker": (worker, steps, bound, seats, results, dead_letters),
-    "admin": (nodes, dead_pages, directory, operations),
+    "console": (nodes, directory, operations, dead_pages),
+    "admin": (nodes, directory, operations, dead_pages),
 }
 
 

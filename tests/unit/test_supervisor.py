@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from carpool_cli.local import supervisor
 from carpool_cli.local.embedded import EmbeddedRedisError
-from carpool_cli.local.supervisor import Restarter, StackPlan, Supervisor, preferred_port
+from carpool_cli.local.supervisor import ConsoleService, Restarter, StackPlan, Supervisor, preferred_port
 
 
 class FakeChild:
@@ -97,3 +99,12 @@ def test_preferred_port_is_6379_only_if_it_is_free(monkeypatch: pytest.MonkeyPat
     assert preferred_port() == 6379
     monkeypatch.setattr(supervisor, "is_free", lambda port: False)
     assert preferred_port() is None
+
+
+def test_the_password_of_the_operators_page_is_told_once(tmp_path: Path) -> None:
+    """Given a file of users that a first start has made, expect that the next one names that file."""
+    users = tmp_path / "users.toml"
+    first, second = (ConsoleService(0, users, StackPlan(["square"]), {}) for _ in range(2))
+    assert f"sign in as operator with {first.password}" in first.told
+    assert (second.password, f"users: {users}" in second.told) == ("", True)
+    assert first.password not in users.read_text()

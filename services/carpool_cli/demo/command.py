@@ -20,7 +20,14 @@ from carpool.settings import CarpoolSettings, read_settings
 from carpool_cli.demo.measure import WorkerLog
 from carpool_cli.demo.scenario import MODELS, Scenario
 from carpool_cli.local.embedded import EmbeddedRedisError
-from carpool_cli.local.supervisor import POLL_S, StackPlan, StartError, Supervisor, can_serve_http
+from carpool_cli.local.supervisor import (
+    POLL_S,
+    StackPlan,
+    StartError,
+    Supervisor,
+    can_serve_http,
+    can_show_pages,
+)
 from carpool_cli.local.up import served_line
 from carpool_cli.screen import Screen
 
@@ -51,7 +58,10 @@ def main(argv: Sequence[str]) -> int:
     screen = Screen()
     logs = Path(tempfile.mkdtemp(prefix="carpool-demo-"))
     gateway_port = 0 if settings.keep and can_serve_http() else None  # for the commands that are printed
-    supervisor = Supervisor(StackPlan(models=MODELS, logs=logs, gateway_port=gateway_port))
+    console_port = 0 if settings.keep and can_show_pages() else None
+    supervisor = Supervisor(
+        StackPlan(models=MODELS, logs=logs, gateway_port=gateway_port, console_port=console_port)
+    )
     scenario = Scenario(supervisor, screen, settings.queries, settings.in_flight, keep=settings.keep)
     try:
         is_finished = _supervise(supervisor, scenario, screen, stop)

@@ -233,6 +233,8 @@ class Scenario:
             ):
                 screen.print(f"  {line}")
             screen.print()
+        if self._supervisor.console is not None:
+            screen.print(self._supervisor.console.told)
 
     def _print_curl(self) -> None:
         """A command that shows a text as it is written."""

@@ -134,6 +134,11 @@ class EmbeddedRedis:
         return self.unix_url or self.url
 
     @property
+    def home(self) -> Path:
+        """Where its data is."""
+        return self._home
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 

@@ -1,10 +1,10 @@
 """Starts and supervises a stack on one machine: Redis if no URL is given, a batcher, a worker for each model,
-and a gateway if one is wanted.
+and a gateway and the operators' page if they are wanted.
 
 Start order: Redis first, then the others, which connect to it. Stop order: the gateway answers its requests,
 the workers finish their executions, then the batcher releases its leases, and Redis stops last, because all
-need it to do so. Everything is started from the main thread and ends with this process, however it ends
-(`carpool.lifecycle`).
+need it to do so; the operators' page ends together with the workers. Everything is started from the main
+thread and ends with this process, however it ends (`carpool.lifecycle`).
 
 Why: docs/decisions/0049.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import os
 import signal
 import subprocess
@@ -42,6 +43,7 @@ from carpool.wire.registration import decode_inputs
 from carpool.wire.tensors import TensorSpec
 from carpool_cli.local.embedded import HOST, EmbeddedRedis, EmbeddedRedisError, free_port, is_free
 from carpool_cli.operator_name import this_operator
+from carpool_console.users import FIRST_USER, Users, default_users_file
 from carpool_worker.devices import devices, usable_cpus
 from carpool_worker.repository.repository import Repository
 from carpool_worker.served_models import ServedModel, served_models
@@ -52,10 +54,12 @@ RESTART_DELAY_S: Final = 0.1  # doubled with each restart ...
 RESTART_DELAY_S_MAX: Final = 5.0  # ... up to this ...
 RESTART_DELAY_RESET_S: Final = 10.0  # ... and reset for a child that ran for this long
 BATCHER_STOP_TIMEOUT_S: Final = 10.0
+CONSOLE_STOP_TIMEOUT_S: Final = 15.0
 LOADING_STOP_TIMEOUT_S: Final = 1.0  # for a worker that does not serve yet, and so has nothing to finish
 REDIS_PORT: Final = 6379
 GATEWAY_PORT: Final = 8000
-GATEWAY_STARTS_MAX: Final = 5  # of one that may have any port; another program may take it first
+CONSOLE_PORT: Final = 8800
+STARTS_MAX: Final = 5  # of a service that may have any port; another program may take it first
 # Our own settings put these into the URL. A child that also found them in its environment would reject both.
 _IN_THE_URL: Final = tuple(
     f"CARPOOL_{name.upper()}" for name in RedisSettings.model_fields if name != "redis_url"
@@ -76,7 +80,8 @@ class StackPlan:
     folder of which a node serves these `entries`, or all if there are none. `replicas` and `device`: None for
     what a file of models declares, or else the defaults. The batcher has `http_port`, and the workers have
     the ports after it. `gateway_port`: 0 for any, None for no gateway; `grpc_port`: likewise, of the gateway
-    for gRPC. `logs` is a directory, or None for standard error."""
+    for gRPC; `console_port`: likewise, of the operators' page. `logs` is a directory, or None for standard
+    error."""
 
     models: Sequence[str]
     redis_url: str | None = None
@@ -91,6 +96,7 @@ class StackPlan:
     http_port: int | None = None
     gateway_port: int | None = None
     grpc_port: int | None = None
+    console_port: int | None = None
     policies: Sequence[str] = ()
     logs: Path | None = None
     repository: Path | None = None
@@ -257,38 +263,37 @@ class WorkerService(ServedHere, Service):
         Service.start(self)
 
 
-class GatewayService(Service):
-    """The gateway. `port`: 0 for the usual one if that is free, else any."""
+class HttpService(Service):
+    """One that people and programs reach at a port of this machine, the `usual` one if that is free and none
+    is wanted. `wanted`: 0 for any."""
 
-    def __init__(self, port: int, plan: StackPlan, environment: Mapping[str, str]) -> None:
-        self._takes_any_port = port == 0
-        self.port = port or (GATEWAY_PORT if is_free(GATEWAY_PORT) else free_port())
-        self._takes_any_grpc_port = plan.grpc_port == 0
-        self.grpc_port = plan.grpc_port
+    def __init__(
+        self, name: str, flags: Sequence[str], ports: tuple[int, int], plan: StackPlan,
+        environment: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        wanted, usual = ports
+        self._takes_any_port = wanted == 0
+        self.port = wanted or (usual if is_free(usual) else free_port())
         self._starts = 1
         self.serving = False
-        self._flags = ["carpool_gateway", "--host", HOST, "--drain-s", str(plan.drain_s)]
-        super().__init__("gateway", self._flags, environment, plan.logs)
+        self._flags = [*flags, "--host", HOST]
+        super().__init__(name, self._flags, environment, plan.logs)
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
-    @property
-    def grpc_address(self) -> str:
-        """Where gRPC is served; empty if it is not."""
-        return "" if self.grpc_port is None else f"{HOST}:{self.grpc_port}"
-
     def start(self) -> None:
-        if self._takes_any_grpc_port:
-            self.grpc_port = free_port()
-        grpc = [] if self.grpc_port is None else ["--grpc-port", str(self.grpc_port)]
-        self._argv = [*self._flags, "--port", str(self.port), *grpc]
+        self._argv = [*self._flags, "--port", str(self.port), *self._more_flags()]
         super().start()
+
+    def _more_flags(self) -> Sequence[str]:
+        """Those of this start."""
+        return ()
 
     def start_elsewhere(self) -> bool:
         """It could not start: perhaps another program took the port. Returns whether it is tried again."""
-        if not self._takes_any_port or self._starts == GATEWAY_STARTS_MAX:
+        if not self._takes_any_port or self._starts == STARTS_MAX:
             return False
         self._starts += 1
         self.port = free_port()
@@ -296,18 +301,71 @@ class GatewayService(Service):
         return True
 
     def check_serving(self) -> bool:
-        """Whether it is this one that answers on its port, and has Redis."""
+        """Whether it is this one that answers on its port, and can work."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=1.0)
         try:
-            connection.request("GET", "/readyz")
+            connection.request("GET", self._probe)
             answer = connection.getresponse()
-            name = answer.headers.get("x-request-id", "").rpartition("-")[0]
-            self.serving = answer.status == http.HTTPStatus.OK and is_local_process(name, self.pid)
+            self.serving = answer.status == http.HTTPStatus.OK and self._is_from_here(answer)
         except (OSError, http.client.HTTPException):
             self.serving = False
         finally:
             connection.close()
         return self.serving
+
+    _probe = "/"
+
+    def _is_from_here(self, answer: http.client.HTTPResponse) -> bool:
+        """Whether this process has sent the answer, as far as that can be seen."""
+        return self.exit_status is None
+
+
+class GatewayService(HttpService):
+    """The gateway, which serves if it has Redis."""
+
+    _probe = "/readyz"
+
+    def __init__(self, port: int, plan: StackPlan, environment: Mapping[str, str]) -> None:
+        self._takes_any_grpc_port = plan.grpc_port == 0
+        self.grpc_port = plan.grpc_port
+        flags = ["carpool_gateway", "--drain-s", str(plan.drain_s)]
+        super().__init__("gateway", flags, (port, GATEWAY_PORT), plan, environment)
+
+    @property
+    def grpc_address(self) -> str:
+        """Where gRPC is served; empty if it is not."""
+        return "" if self.grpc_port is None else f"{HOST}:{self.grpc_port}"
+
+    def _more_flags(self) -> Sequence[str]:
+        if self._takes_any_grpc_port:
+            self.grpc_port = free_port()
+        return [] if self.grpc_port is None else ["--grpc-port", str(self.grpc_port)]
+
+    def _is_from_here(self, answer: http.client.HTTPResponse) -> bool:
+        name = answer.headers.get("x-request-id", "").rpartition("-")[0]
+        return is_local_process(name, self.pid)
+
+
+class ConsoleService(HttpService):
+    """The operators' page. `password`: that of its first user, if the file of users was made for it."""
+
+    _probe = "/sign-in"
+
+    def __init__(
+        self, port: int, users: Path | None, plan: StackPlan, environment: Mapping[str, str]
+    ) -> None:
+        self.users = Users(users or default_users_file())
+        self.password = self.users.add_first()
+        flags = ["carpool_console", "--users", str(self.users.path)]
+        super().__init__("console", flags, (port, CONSOLE_PORT), plan, environment)
+
+    @property
+    def told(self) -> str:
+        """Where it is, and how one signs in."""
+        how = (
+            f"sign in as {FIRST_USER} with {self.password}" if self.password else f"users: {self.users.path}"
+        )
+        return f"Operators' page: {self.url} ({how})"
 
 
 def can_serve_http() -> bool:
@@ -318,6 +376,12 @@ def can_serve_http() -> bool:
     except ModuleNotFoundError:
         return False
     return True
+
+
+def can_show_pages() -> bool:
+    """Whether the packages of the operators' page are installed."""
+    names = ("jinja2", "starlette", "uvicorn")
+    return all(importlib.util.find_spec(name) is not None for name in names)
 
 
 class Restarter:
@@ -373,6 +437,7 @@ class Supervisor:
         self.workers: list[WorkerService] = []
         self._batcher: Service | None = None
         self.gateway: GatewayService | None = None
+        self.console: ConsoleService | None = None
         self._restarters: list[Restarter] = []
         self._leaving: list[WorkerService] = []  # that were replaced, and finish what they have
         self._link: Link | None = None
@@ -382,7 +447,7 @@ class Supervisor:
 
     @property
     def serving(self) -> bool:
-        """Whether every model is served, by the gateway too."""
+        """Whether every model is served, by the gateway too, and the operators' page is there."""
         return all(one.serving for one in (*self._serving_services(), *self.entries))
 
     @property
@@ -390,8 +455,11 @@ class Supervisor:
         """All models of the stack."""
         return [*self.workers, *self.entries]
 
-    def _serving_services(self) -> list[WorkerService | GatewayService]:
-        return [*self.workers, *([self.gateway] if self.gateway else [])]
+    def _http_services(self) -> list[HttpService]:
+        return [one for one in (self.gateway, self.console) if one is not None]
+
+    def _serving_services(self) -> list[WorkerService | HttpService]:
+        return [*self.workers, *self._http_services()]
 
     def _services(self) -> list[Service]:
         return [one for one in (self._batcher, self._node, *self._serving_services()) if one is not None]
@@ -418,13 +486,21 @@ class Supervisor:
             self._node = NodeService(plan.repository, room, plan, self._environment(1))
         if plan.gateway_port is not None:
             self.gateway = GatewayService(plan.gateway_port, plan, self._environment(None))
+        if plan.console_port is not None:
+            users = self._users_of_console()
+            self.console = ConsoleService(plan.console_port, users, plan, self._environment(None))
         for service in self._services():
             service.start()
             self._restarters.append(Restarter(service, time.monotonic()))
 
+    def _users_of_console(self) -> Path | None:
+        """The file of users of the operators' page: with the data of the stack's own Redis, and gone with it;
+        None for the usual file, if another Redis is used."""
+        return None if self.redis is None else self.redis.server.home / "console-users.toml"
+
     def _environment(self, at: int | None) -> dict[str, str]:
-        """The environment of the batcher, which has the number 0, of a worker, from 1 on, or of the gateway,
-        which has no second port."""
+        """The environment of the batcher, which has the number 0, of a worker, from 1 on, or of the gateway
+        or the console, which have no second port."""
         plan = self._plan
         environment = {
             **os.environ,
@@ -457,7 +533,7 @@ class Supervisor:
         """A service that exits by itself would exit again. One that was killed is restarted."""
         for service in self._services():
             if (service.exit_status or 0) > 0:
-                if isinstance(service, GatewayService) and service.start_elsewhere():
+                if isinstance(service, HttpService) and service.start_elsewhere():
                     continue
                 raise ServiceEndedError(
                     f"the {service.name} ended with {service.exit_reason()} before it was ready"
@@ -470,8 +546,9 @@ class Supervisor:
         if self.serving or now_s < self._ready_check_at_s:
             return []
         self._ready_check_at_s = now_s + READY_CHECK_INTERVAL_S
-        if self.gateway is not None and not self.gateway.serving:
-            self.gateway.check_serving()
+        for service in self._http_services():
+            if not service.serving:
+                service.check_serving()
         with contextlib.suppress(UnavailableError, CommandError):  # Redis is restarting, or loads its data
             served = [entry for entry in loading if self._check_loaded(entry)]
             return [*(worker for worker in starting if self._check_serving(worker)), *served]
@@ -563,6 +640,8 @@ class Supervisor:
         if self.gateway is not None:
             self.gateway.terminate()
             ended.append(self.gateway.wait_or_kill(drain_timeout_s))
+        if self.console is not None:
+            self.console.terminate()
         workers = [*self.workers, *self._leaving]
         for worker in workers:
             worker.terminate()
@@ -573,6 +652,8 @@ class Supervisor:
         if self._node is not None:
             self._node.terminate()
             ended.append(self._node.wait_or_kill(drain_timeout_s))
+        if self.console is not None:
+            ended.append(self.console.wait_or_kill(CONSOLE_STOP_TIMEOUT_S))
         if self._batcher is not None:
             self._batcher.terminate()
             ended.append(self._batcher.wait_or_kill(BATCHER_STOP_TIMEOUT_S))

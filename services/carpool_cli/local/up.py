@@ -46,6 +46,7 @@ from carpool_cli.local.supervisor import (
     StartError,
     Supervisor,
     can_serve_http,
+    can_show_pages,
     preferred_port,
 )
 from carpool_cli.screen import Screen, count
@@ -54,8 +55,8 @@ LOADING_NOTICE_INTERVAL_S: Final = 10.0
 
 
 class UpSettings(ModelSource, RedisSettings):
-    """Start Redis (unless a URL is given), one batcher, a worker for each model and an HTTP gateway, all on
-    this machine.
+    """Start Redis (unless a URL is given), one batcher, a worker for each model, an HTTP gateway and the
+    operators' page, all on this machine.
 
     A process that dies is restarted; but one that exits with an error before all models are served ends the
     command. Ctrl-C or SIGTERM stops everything after the workers have finished their batches.
@@ -104,6 +105,13 @@ class UpSettings(ModelSource, RedisSettings):
     )
     grpc_port: OptionalPort = Field(
         None, description="port of the gateway for gRPC; 0: any free one (default: none)"
+    )
+    console: bool = Field(True, description="start no operators' page")
+    console_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of the operators' page; 0: any free one (default: 8800 if free, else another)",
     )
     reload: bool = Field(
         False,
@@ -164,6 +172,14 @@ class UpSettings(ModelSource, RedisSettings):
             return 0
         return self.gateway_port or free_port()
 
+    def _console_port(self) -> int | None:
+        """None for no operators' page; 0 for any port, the usual one first."""
+        if not (self.console and can_show_pages()):
+            return None
+        if self.console_port is None:
+            return 0
+        return self.console_port or free_port()
+
     def plan(self) -> StackPlan:
         """The plan for the supervisor."""
         return StackPlan(
@@ -182,6 +198,7 @@ class UpSettings(ModelSource, RedisSettings):
             http_port=self.http_port,
             gateway_port=self._gateway_port(),
             grpc_port=self.grpc_port,
+            console_port=self._console_port(),
             policies=self.policies,
         )
 
@@ -309,6 +326,8 @@ def _print_commands(supervisor: Supervisor, settings: UpSettings, screen: Screen
         screen.print(
             "Without HTTP: for curl, install Carpool with its gateway: pip install 'PATH[gateway]'\n"
         )
+    if supervisor.console:
+        screen.print(f"{supervisor.console.told}\n")
     screen.print("Press Ctrl-C to stop everything.")
 
 

@@ -10,7 +10,7 @@
 -- has no more; letters... }, each { ID, bytes of the body or -1 if it is gone, correlation_id, content_type, reason,
 -- attempts }.
 -- O(letters returned), and O(bytes): those given, and those of one step.
--- GRANT admin dead xlen xrange xrevrange
+-- GRANT admin,console dead xlen xrange xrevrange
 local TEXT_BYTES_MAX, STEP_MAX = 400, 64
 local SHOWN = { correlation_id = 3, content_type = 4, reason = 5, attempts = 6 }
 

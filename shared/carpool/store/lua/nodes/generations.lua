@@ -15,9 +15,9 @@
 --   DRAINING           it is wanted no more, and its process finishes what it has
 --   YIELDED            of a generation that leaves: its node gives it up, and then nobody claims it (`YIELDED `)
 --
--- GRANT admin,control,worker wanted hget hset hdel
--- GRANT admin,control,worker seats hget hset hdel
--- GRANT admin,control,worker outcomes hsetnx
+-- GRANT admin,console,control,worker wanted hget hset hdel
+-- GRANT admin,console,control,worker seats hget hset hdel
+-- GRANT admin,console,control,worker outcomes hsetnx
 
 -- generations_of(wanted, model): the list; empty if the field is malformed, because a user wrote it.
 local function generations_of(wanted, model)

@@ -7,8 +7,8 @@
 --       6 share, empty: all of the traffic           7 how many outcomes are kept  8 settings
 --       9 replicas that the entry declares          10 who 11 by which way  12 maximum length of the audit
 -- Returns the generation; or a sentence that says why it cannot be. O(replicas of the model).
--- GRANT admin,control outcomes hdel
--- GRANT admin,control generation incr
+-- GRANT admin,console,control outcomes hdel
+-- GRANT admin,console,control generation incr
 local model, entry, version, parameters = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local replicas, share, settings = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[8]
 local generations = generations_of(KEYS[1], model)

@@ -1,6 +1,6 @@
 -- What an operator does is written to the audit of the model, or of nodes, by the script that does it.
 --
--- GRANT admin,control audit,nodes_audit xadd
+-- GRANT admin,console,control audit,nodes_audit xadd
 
 -- write_audit(audit, actor, action, details): `actor` is who, by which way, and the maximum length of the audit;
 -- `details` a table of texts by name. O(details).

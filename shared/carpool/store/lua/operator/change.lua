@@ -6,9 +6,9 @@
 --       audit  6 the action  7 '1' to remove all other fields, else ''  8 the number of fields to be removed
 --       9.. these; then field and value of each that is set
 -- Returns the number of fields that changed. O(fields).
--- GRANT admin config hgetall hdel hset
--- GRANT admin,control shares hgetall hdel hset
--- GRANT admin,control settled xadd
+-- GRANT admin,console config hgetall hdel hset
+-- GRANT admin,console,control shares hgetall hdel hset
+-- GRANT admin,console,control settled xadd
 local before = {}
 local flat = redis.call('HGETALL', KEYS[1])
 for i = 1, #flat, 2 do before[flat[i]] = flat[i + 1] end

@@ -5,9 +5,9 @@
 -- ARGV  1 worker   2 who      3 by which way  4 maximum length of the audit
 -- Returns how many processes of it live, 0 if it does not; how many others live and do not drain; the order; and 1 if
 -- it is new. O(processes).
--- GRANT admin drained hkeys hget hset hdel
--- GRANT admin workers zrange zrangebyscore
--- GRANT admin draining sismember
+-- GRANT admin,console drained hkeys hget hset hdel
+-- GRANT admin,console workers zrange zrangebyscore
+-- GRANT admin,console draining sismember
 local function worker_of(process) return string.match(process, '^[^/]*') end
 
 local now = now_in_ms()

@@ -5,9 +5,9 @@
 -- ARGV  1 mode: wait or refuse  2 reason  3 maximum length of `settled`  4 who  5 by which way  6 maximum length of
 --       the audit
 -- Returns the hash `paused` as it is now; nothing if the model is not registered. O(1).
--- GRANT admin paused hgetall hmget del hset
--- GRANT admin registration exists
--- GRANT admin settled xadd
+-- GRANT admin,console paused hgetall hmget del hset
+-- GRANT admin,console registration exists
+-- GRANT admin,console settled xadd
 if redis.call('EXISTS', KEYS[4]) == 0 then return false end
 local before = redis.call('HMGET', KEYS[1], 'mode', 'reason', 'since', 'refuses_from')
 local mode, reason, since, refuses_from = before[1], before[2], before[3], before[4]

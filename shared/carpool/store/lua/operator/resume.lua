@@ -3,8 +3,8 @@
 -- KEYS  1 paused  2 settled  3 audit
 -- ARGV  1 maximum length of `settled`  2 who  3 by which way  4 maximum length of the audit
 -- Returns the hash `paused` as it was; empty if the model was not paused. O(1).
--- GRANT admin paused hgetall del
--- GRANT admin settled xadd
+-- GRANT admin,console paused hgetall del
+-- GRANT admin,console settled xadd
 local before = redis.call('HGETALL', KEYS[1])
 if #before == 0 then return before end
 redis.call('DEL', KEYS[1]) -- must be the first write: see deliver.lua

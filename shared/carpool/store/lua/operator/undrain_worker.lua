@@ -3,7 +3,7 @@
 -- KEYS  1 drained  2 audit
 -- ARGV  1 worker   2 who    3 by which way  4 maximum length of the audit
 -- Returns the order that it had; nothing if there was none. O(1).
--- GRANT admin drained hget hdel
+-- GRANT admin,console drained hget hdel
 local order = redis.call('HGET', KEYS[1], ARGV[1])
 if not order then return false end
 redis.call('HDEL', KEYS[1], ARGV[1])
