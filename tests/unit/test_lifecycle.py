@@ -17,11 +17,11 @@ import pytest
 
 from carpool.backoff import Backoff
 from carpool.lifecycle import Loop
+from support.waiting import EVENTUALLY_S
 
 # All processes of a test share a pipe as their stdout. Its end of file proves that all of them have ended; a
 # check of pids could not, since pids are reused.
 PYTHON = [sys.executable, "-c"]
-TIMEOUT_S = 10.0
 
 BLOCK = "import threading; print('ready', flush=True); threading.Event().wait()"
 CARPOOL_CHILD = f"import sys; from carpool import lifecycle; %s; {BLOCK}"
@@ -48,8 +48,8 @@ def read_line(process: subprocess.Popen[str]) -> str:
 def kill_and_wait_for_all(parent: subprocess.Popen[str]) -> None:
     """Kill `parent`. Raises TimeoutExpired if a descendant outlives it, and so keeps the pipe open."""
     parent.kill()
-    parent.wait(TIMEOUT_S)
-    parent.communicate(timeout=TIMEOUT_S)
+    parent.wait(EVENTUALLY_S)
+    parent.communicate(timeout=EVENTUALLY_S)
 
 
 # --- die_with_parent, command_that_dies_with_parent ---------------------------------------------------------
@@ -69,7 +69,7 @@ def test_child_whose_parent_has_ended_already_ends_at_once(preparation: str) -> 
     other_pid = os.getppid()
     with python(CARPOOL_CHILD % f"{preparation}; lifecycle.die_with_parent({other_pid})") as process:
         assert read_line(process) == ""
-        assert process.wait(TIMEOUT_S) == 1
+        assert process.wait(EVENTUALLY_S) == 1
 
 
 @pytest.mark.parametrize("preparation", ["pass", WITHOUT_PDEATHSIG])
@@ -90,7 +90,7 @@ def test_program_keeps_pid_arguments_and_exit_status(preparation: str) -> None:
         f"child = {launch}; print(child.wait(), child.pid)"
     )
     with python(parent) as process:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = process.communicate(timeout=EVENTUALLY_S)
     (pid, *arguments), (status, expected_pid) = (line.split() for line in output.splitlines())
     assert (pid, arguments, status) == (expected_pid, ["two", "parts"], "7")
 
@@ -115,7 +115,7 @@ def test_signal_sets_the_event(number: signal.Signals) -> None:
         assert read_line(process) == "ready"
         process.send_signal(number)
         assert read_line(process) == "stopping"
-        assert process.wait(TIMEOUT_S) == 0
+        assert process.wait(EVENTUALLY_S) == 0
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
@@ -125,7 +125,7 @@ def test_ctrl_c_while_stopping_exits_at_once(first: signal.Signals) -> None:
         process.send_signal(first)
         assert read_line(process) == "stopping"
         process.send_signal(signal.SIGINT)
-        assert process.wait(TIMEOUT_S) == 130
+        assert process.wait(EVENTUALLY_S) == 130
 
 
 def test_sigterm_after_ctrl_c_does_not_interrupt_stopping() -> None:
@@ -137,7 +137,7 @@ def test_sigterm_after_ctrl_c_does_not_interrupt_stopping() -> None:
         process.send_signal(signal.SIGINT)
         assert read_line(process) == "stopping"
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate("now\n", timeout=TIMEOUT_S)
+        output, _ = process.communicate("now\n", timeout=EVENTUALLY_S)
     assert (output.strip(), process.returncode) == ("finished", 0)
 
 
@@ -162,13 +162,13 @@ def running(
         yield loop
     finally:
         loop.stop()
-        assert loop.join(TIMEOUT_S)
+        assert loop.join(EVENTUALLY_S)
 
 
 def test_loop_runs_until_stopped() -> None:
     calls: SimpleQueue[str] = SimpleQueue()
     with running(lambda: calls.put(threading.current_thread().name)) as loop:
-        assert [calls.get(timeout=TIMEOUT_S) for _ in range(3)] == ["loop-under-test"] * 3
+        assert [calls.get(timeout=EVENTUALLY_S) for _ in range(3)] == ["loop-under-test"] * 3
         assert loop.alive
     assert not loop.alive
 
@@ -178,14 +178,14 @@ def test_join_returns_whether_the_loop_has_ended() -> None:
 
     def run_once() -> None:
         entered.set()
-        proceed.wait(TIMEOUT_S)
+        proceed.wait(EVENTUALLY_S)
 
     with running(run_once) as loop:
-        assert entered.wait(TIMEOUT_S)
+        assert entered.wait(EVENTUALLY_S)
         loop.stop()
         assert not loop.join(0.0)
         proceed.set()
-        assert loop.join(TIMEOUT_S)
+        assert loop.join(EVENTUALLY_S)
 
 
 def test_loop_may_be_stopped_twice_and_before_it_starts() -> None:
@@ -194,7 +194,7 @@ def test_loop_may_be_stopped_twice_and_before_it_starts() -> None:
     loop.stop()
     assert loop.join()
     loop.start()
-    assert loop.join(TIMEOUT_S)
+    assert loop.join(EVENTUALLY_S)
 
 
 def test_loop_survives_errors_and_reports_each() -> None:
@@ -210,7 +210,7 @@ def test_loop_survives_errors_and_reports_each() -> None:
             over.set()
 
     with running(run_once, errors.put):
-        assert over.wait(TIMEOUT_S)
+        assert over.wait(EVENTUALLY_S)
     reported = [str(errors.get_nowait()) for _ in range(errors.qsize())]
     assert reported == ["first", "sys.exit(3) was called in the thread loop-under-test", "last"]
 
@@ -223,7 +223,7 @@ def test_loop_survives_errors_of_its_error_handler(monkeypatch: pytest.MonkeyPat
         raise BoomError
 
     with running(fail, fail):
-        assert [printed.get(timeout=TIMEOUT_S) for _ in range(2)] == [BoomError, BoomError]
+        assert [printed.get(timeout=EVENTUALLY_S) for _ in range(2)] == [BoomError, BoomError]
 
 
 def test_pause_doubles_with_each_error_and_ends_after_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_pause_doubles_with_each_error_and_ends_after_success(monkeypatch: pytes
 
     monkeypatch.setattr(loop._stop, "wait", record_pause)
     loop.start()
-    assert loop.join(TIMEOUT_S)
+    assert loop.join(EVENTUALLY_S)
     longest_s = [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 0.05, 0.1]
     assert all(one / 2 <= pause_s <= one for pause_s, one in zip(pauses, longest_s, strict=True))
 
@@ -257,9 +257,9 @@ def test_stop_interrupts_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Backoff, "_PAUSE_MIN_S", 1_000.0)
     monkeypatch.setattr(Backoff, "_PAUSE_MAX_S", 1_000.0)
     loop.start()
-    assert failed.wait(TIMEOUT_S)
+    assert failed.wait(EVENTUALLY_S)
     loop.stop()
-    assert loop.join(TIMEOUT_S)
+    assert loop.join(EVENTUALLY_S)
 
 
 # --- keep_freed_memory --------------------------------------------------------------------------------------
@@ -282,7 +282,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def page_faults(preparation: str, **environment: str) -> int:
     code = FREE_IMAGES % preparation
     run = subprocess.run(
-        [*PYTHON, code], env={**os.environ, **environment}, capture_output=True, check=True, timeout=TIMEOUT_S
+        [*PYTHON, code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        check=True,
+        timeout=EVENTUALLY_S,
     )
     return int(run.stdout)
 
