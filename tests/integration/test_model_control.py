@@ -38,6 +38,8 @@ class Echo:
         return [[VERSION, self.mark] for body in batch]
 
 def wait_at(gate):
+    if gate:
+        Path(gate).with_name("reached").touch()
     while gate and not Path(gate).exists():
         time.sleep(0.01)
 """
@@ -344,14 +346,17 @@ def test_an_unload_ends_a_load(served: Served, gate: Path) -> None:
 
 def test_requests_that_run_are_answered_before_an_unload(served: Served, gate: Path) -> None:
     assert served.load(version="1").code == 200
-    with started(lambda: served.infer(body={"gate": str(gate)})) as infer, started(served.unload) as unload:
-        wait_until(
-            lambda: served.states().get("echo 1") == "UNLOADING", description="version 1 is being unloaded"
-        )
-        assert not unload.done()
-        gate.touch()
-        assert infer.result(EVENTUALLY_S).json == ["1", ""]
-        assert unload.result(EVENTUALLY_S).code == 200
+    with started(lambda: served.infer(body={"gate": str(gate)})) as infer:
+        wait_until(gate.with_name("reached").exists, description="the request runs")
+        with started(served.unload) as unload:
+            wait_until(
+                lambda: served.states().get("echo 1") == "UNLOADING",
+                description="version 1 is being unloaded",
+            )
+            assert not unload.done()
+            gate.touch()
+            assert infer.result(EVENTUALLY_S).json == ["1", ""]
+            assert unload.result(EVENTUALLY_S).code == 200
     assert not served.is_ready()
 
 
