@@ -174,7 +174,9 @@ def test_the_last_worker_of_a_version_is_killed_with_batches_in_its_stream(
     traffic.set({"3": 100}, actor=TESTER)
     wait_until(lambda: is_given(stack, Division({"3": 100}, "13")), description="version 3 has all traffic")
     held = stack.send(MODEL, body='"hold 3"', correlation_id="held")
-    asks = [stack.send(MODEL, body=str(number), version="3") for number in range(3)]
+    wait_until(lambda: stack.redis.xlen(KEYS.batches_of("3")) == 1, description="its process is busy")
+    # A full batch, which is dispatched to a busy process however long that has been so.
+    asks = [stack.send(MODEL, body=str(number), version="3") for number in range(4)]
     given = [stack.send(MODEL, body=str(number)) for number in range(3)]
     wait_until(lambda: stack.redis.xlen(KEYS.batches_of("3")) >= 2, description="batches are in its stream")
     other.kill()
