@@ -474,9 +474,8 @@ def test_a_stream_that_nobody_reads_is_withdrawn(
 
 
 def test_a_client_that_does_not_read_is_bounded(shared: Stack) -> None:
-    """Given more responses than are kept for a client, expect a prefix of them, and then an error. The age of
-    connections is bounded, too."""
-    flags = ("--body-bytes-max", "100000", "--memory-bytes-max", "100000", "--grpc-connection-s-max", "0.5")
+    """Given more responses than are kept for a client, expect a prefix of them, and then an error."""
+    flags = ("--body-bytes-max", "100000", "--memory-bytes-max", "100000")
     gateway = shared.gateway("--grpc-port", "0", *flags)
     with Rpc(gateway, **{"grpc.http2.bdp_probe": 0, "grpc.http2.lookahead_bytes": 65_536}) as other:
         stream = other.stream([repeating(5000, id="a", parameters={"BURST": 50})])
@@ -487,6 +486,10 @@ def test_a_client_that_does_not_read_is_bounded(shared: Stack) -> None:
     assert numbers_of(answers) == [("a", 100 + at, at) for at in range(len(answers))]
     assert "the stream is read too slowly" in last.error_message
     assert_forgotten(gateway, shared, "Repeat")
+
+
+def test_the_age_of_connections_is_bounded(shared: Stack) -> None:
+    gateway = shared.gateway("--grpc-port", "0", "--grpc-connection-s-max", "0.5")
     with Connection(f"http://{gateway.wait_for('gateway started')['grpc']}") as connection:
         connection.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # settings
         connection.until(b"max_age")
