@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Any, Final
 
-from carpool.errors import DeadlineExceededError, NotFoundError, UnavailableError
+from carpool.errors import CarpoolError, DeadlineExceededError, NotFoundError, UnavailableError
 from carpool.keys import Keys, models_key
 
 POLL_S: Final = 0.1
@@ -32,29 +32,30 @@ class ModelLookup:
     async def batch_size(self, model: str, timeout_s: float | None) -> int:
         """The registered `max_batch_size`, once the model is registered.
 
-        Waits for that while a worker loads the model. Raises NotFoundError if none does, and
-        DeadlineExceededError.
+        Waits for that while a worker loads the model. Raises NotFoundError if none does,
+        DeadlineExceededError, and TimeoutError if Redis did not reply at all in this time.
         """
-        keys, end_s = self._keys(model), _end_s(timeout_s)
-        while True:
+        keys = self._keys(model)
+        size: bytes | None = None
+
+        async def look() -> str:
+            nonlocal size
             size = await self._call("HGET", keys.registration, "max_batch_size")
-            if size is not None:
-                return int(size) if size.isdigit() else 1
-            if not await self.is_loading(keys):
-                break
-            if time.monotonic() >= end_s:
-                raise DeadlineExceededError(f"model {model!r}: {_LOADING}, for {timeout_s:g} s or longer")
-            await asyncio.sleep(POLL_S)
+            return _LOADING if size is None and await self.is_loading(keys) else ""
+
+        if missing := await _wait_while(look, timeout_s):
+            raise DeadlineExceededError(f"model {model!r}: {missing}, for {timeout_s:g} s or longer")
+        if size is not None:
+            return int(size) if size.isdigit() else 1
         names = ", ".join(await self.models()) or "none"
         raise NotFoundError(f"no worker has registered a model {model!r}; registered: {names}")
 
     async def wait_ready(self, model: str, timeout_s: float | None) -> None:
-        """Wait until a model process can execute requests. Raises DeadlineExceededError, which says why."""
-        keys, end_s = self._keys(model), _end_s(timeout_s)
-        while missing := await self._missing(keys):
-            if time.monotonic() >= end_s:
-                raise DeadlineExceededError(f"model {model!r} is not ready after {timeout_s:g} s: {missing}")
-            await asyncio.sleep(POLL_S)
+        """Wait until a model process can execute requests. Raises DeadlineExceededError, which says why, and
+        TimeoutError if Redis did not reply at all in this time."""
+        keys = self._keys(model)
+        if missing := await _wait_while(lambda: self._missing(keys), timeout_s):
+            raise DeadlineExceededError(f"model {model!r} is not ready after {timeout_s:g} s: {missing}")
 
     async def check_served(self, model: str) -> None:
         """Raise UnavailableError, which says why, unless a model process is alive."""
@@ -94,5 +95,21 @@ async def count_alive(call: Callable[..., Awaitable[Any]], keys: Keys) -> int:
     return int(await call("ZCOUNT", keys.workers, str(now_ms), "+inf"))
 
 
-def _end_s(timeout_s: float | None) -> float:
-    return inf if timeout_s is None else time.monotonic() + timeout_s
+async def _wait_while(look: Callable[[], Awaitable[str]], timeout_s: float | None) -> str:
+    """Look until nothing is missing. Returns '' then, or what was missing when the time was over.
+
+    If Redis does not reply in time to a later look, that is what the look before found. Raises TimeoutError
+    if it does not reply to the first one.
+    """
+    missing = ""
+    end_s = inf if timeout_s is None else time.monotonic() + timeout_s
+    try:
+        async with asyncio.timeout(None if timeout_s is None else timeout_s + POLL_S):
+            while missing := await look():
+                if time.monotonic() >= end_s:
+                    break
+                await asyncio.sleep(POLL_S)
+    except TimeoutError as error:
+        if isinstance(error, CarpoolError) or not missing:
+            raise
+    return missing
