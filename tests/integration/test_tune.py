@@ -7,13 +7,13 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 
 import pytest
 
 from carpool.keys import Keys
 from carpool_cli.roles import ROLES, rules
 from carpool_cli.tuning.arrivals import read_trace
+from carpool_cli.tuning.curve import curve_of
 from support.command import carpool, running
 from support.stack import Stack
 from support.waiting import wait_until
@@ -49,18 +49,22 @@ def run(stack: Stack, home: Path, *arguments: str) -> str:
     return carpool(stack.url, *arguments, folder=home, check=True, timeout_s=RUN_S).stdout
 
 
-def settled_ms(stack: Stack) -> dict[int, float]:
-    """The median execution time of settled batches in ms, by size, as workers measured it."""
-    by_size: dict[int, list[float]] = {}
-    for _, fields in stack.redis.xrange(Keys(MODEL).settled):
-        if int(fields.get(b"size", 0)):
-            by_size.setdefault(int(fields[b"size"]), []).append(int(fields[b"compute_us"]) / 1000)
-    return {size: median(compute_ms) for size, compute_ms in by_size.items()}
+def last_settled(stack: Stack) -> str:
+    """The ID of the last entry that tells of a settled batch."""
+    return str(stack.redis.xinfo_stream(Keys(MODEL).settled)["last-generated-id"].decode())
+
+
+def settled_after(stack: Stack, last_id: str) -> list[tuple[int, int]]:
+    """The size and execution time in us of each batch settled after that one, as the worker measured it."""
+    entries = stack.redis.xrange(Keys(MODEL).settled, f"({last_id}")
+    sized = [fields for _, fields in entries if int(fields.get(b"size", 0))]
+    return [(int(fields[b"size"]), int(fields[b"compute_us"])) for fields in sized]
 
 
 def test_tune_measures_the_model_and_prints_a_command_that_works(stack: Stack, tmp_path: Path) -> None:
     # With such a delay others are much better, however long a lone request takes on a busy machine.
     run(stack, tmp_path, "config", MODEL, "max_queue_delay_ms=90", "max_batch_size=64")
+    before = last_settled(stack)
     output = run(stack, tmp_path, "tune", MODEL, "7", "--latency-ms", "100", "--rate", "500", "--rounds", "3")
 
     announced = re.search(r"sending ([\d,]+) requests to linear, at most 64 at a time", output)
@@ -68,15 +72,16 @@ def test_tune_measures_the_model_and_prints_a_command_that_works(stack: Stack, t
     headers = ("batch size n", r"execution time l\(n\), ms")
     rows = [re.search(rf"{header}(.*)$", output, re.MULTILINE) for header in headers]
     sizes, times_ms = (
-        [float(cell) for cell in row[1].split() if not cell.endswith("?")] for row in rows if row is not None
+        [cell for cell in row[1].split() if not cell.endswith("?")] for row in rows if row is not None
     )
     assert "256?" in output, "batches of more than 64 were not observed"
     assert re.search(r"^(500 requests/s need \d+|One|No number of) model process", output, re.MULTILINE)
-    learned_ms = dict(zip(sizes, times_ms, strict=True))
-    for size, compute_ms in settled_ms(stack).items():
-        if size in (1, 64):
-            assert learned_ms[size] == pytest.approx(compute_ms, rel=0.15)
-    assert 4.2 < learned_ms[1] < 9  # a sleep is never too short, and may be too long on a busy machine
+    _, *executed = settled_after(stack, before)  # the first is that of one-time work
+    curve = curve_of(executed)
+    measured_ms = {f"{size:.0f}": us / 1000 for size, us in zip(curve.sizes, curve.times_us, strict=True)}
+    for size, time_ms in zip(sizes, times_ms, strict=True):
+        assert float(time_ms) == pytest.approx(measured_ms[size], rel=0.02), size
+    assert float(times_ms[0]) >= 5.05  # as long as it sleeps
     assert re.search(r"^  [* ] present ", output, re.MULTILINE)
 
     command = re.search(r"^  (carpool config linear .*)$", output, re.MULTILINE)
@@ -95,12 +100,12 @@ def test_admin_may_tune_without_body_and_no_requests_are_sent(
 ) -> None:
     stack.result(MODEL, stack.send(MODEL, body="7"))
     stack.wait_until_idle(MODEL)
-    before = stack.redis.xinfo_stream(Keys(MODEL).settled)["last-generated-id"]
+    before = last_settled(stack)
     arguments = ("tune", MODEL, "--latency-ms", "500", "--rate", "50", "--plot", "")
     output = carpool(as_role("admin"), *arguments, folder=tmp_path, check=True, timeout_s=RUN_S).stdout
     assert "sending" not in output
     assert "plot" not in output
-    assert stack.redis.xinfo_stream(Keys(MODEL).settled)["last-generated-id"] == before
+    assert last_settled(stack) == before
 
 
 def knows_round_trips(output: str) -> str:
