@@ -28,6 +28,7 @@ from support.waiting import wait_until
 MODEL = "clf"
 KEYS = Keys(MODEL, DEFAULT_PREFIX)
 LEASE = ("--lease-ms", "600")
+LONG_LEASE = ("--lease-ms", "30000")  # of a worker that must have its batches until it is killed
 RESULT_S = 60.0
 
 
@@ -169,7 +170,7 @@ def test_the_last_worker_of_a_version_is_killed_with_batches_in_its_stream(
     """Of those, expect that the others answer what only its share gave to it, and an error for what asks."""
     stack.batcher()
     start(stack, "1")
-    other = start(stack, "3")
+    other = stack.worker(f"{MODEL}=versions.py:V3", *LONG_LEASE)
     stack.wait_for_model(MODEL, workers=2)
     traffic.set({"3": 100}, actor=TESTER)
     wait_until(lambda: is_given(stack, Division({"3": 100}, "13")), description="version 3 has all traffic")
@@ -180,6 +181,7 @@ def test_the_last_worker_of_a_version_is_killed_with_batches_in_its_stream(
     given = [stack.send(MODEL, body=str(number)) for number in range(3)]
     wait_until(lambda: stack.redis.xlen(KEYS.batches_of("3")) >= 2, description="batches are in its stream")
     other.kill()
+    stack.expire_lease(MODEL, other)
     assert set(versions_of(stack, given).values()) == {"1"}
     assert stack.result(MODEL, "held", RESULT_S)["version"] == "1", held
     answers = [stack.result(MODEL, name, RESULT_S) for name in asks]

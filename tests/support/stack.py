@@ -345,13 +345,14 @@ class Stack:
         for process in self.live_workers(model):
             if process.startswith(f"{name}/"):
                 self.redis.zadd(keys.workers, {process: int(self.redis.time()[0]) * 1000 - 1})
-        pending = self.redis.xpending_range(keys.batches, "workers", "-", "+", 1000)
-        for batch in pending:
-            consumer = batch["consumer"].decode()
-            if consumer.startswith(f"{name}/"):
-                self.redis.xclaim(
-                    keys.batches, "workers", consumer, 0, [batch["message_id"]], idle=lease_ms, justid=True
-                )
+        versions = [version.decode() for version in self.redis.smembers(keys.versions)]
+        for stream in (keys.batches, *map(keys.batches_of, versions)):
+            for batch in self.redis.xpending_range(stream, "workers", "-", "+", 1000):
+                consumer = batch["consumer"].decode()
+                if consumer.startswith(f"{name}/"):
+                    self.redis.xclaim(
+                        stream, "workers", consumer, 0, [batch["message_id"]], idle=lease_ms, justid=True
+                    )
 
     def active_batcher(self, model: str) -> Service:
         """Wait until a batcher holds the model's lease, and return it."""
