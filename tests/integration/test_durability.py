@@ -188,8 +188,10 @@ def test_other_durabilities_are_refused(text: str) -> None:
 
 async def test_known_and_unknown_outcomes_are_different_errors(primary: Server) -> None:
     async with AsyncClient(primary.url) as client:
+        connecting = Stopwatch()
+        await client.models()
         with pytest.raises(NoResultError) as unknown:
-            await client.infer(MODEL, 1, timeout=0.05)
+            await client.infer(MODEL, 1, timeout=ample_ms(connecting, 50) / 1000)
         assert isinstance(unknown.value, UnknownOutcomeError) and unknown.value.status == "DEADLINE_EXCEEDED"
         sent = client.submit(MODEL, 1)
         await client.flush()

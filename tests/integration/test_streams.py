@@ -32,7 +32,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import Echo
 from support.streaming import StreamingService, chunk, failure, final
 from support.transport import transport_of
-from support.waiting import EVENTUALLY_S, wait_until
+from support.waiting import EVENTUALLY_S, Stopwatch, ample_ms, wait_until
 
 MODEL: Final = "Writer"
 UNREACHABLE: Final = "redis://127.0.0.1:1/0"
@@ -309,13 +309,21 @@ async def test_error_in_mid_stream_comes_after_the_chunks(
 
 
 async def test_timeout_is_for_the_whole_answer(client: AsyncClient, service: StreamingService) -> None:
-    stream = client.stream(MODEL, "x", timeout=0.5)
+    stopwatch = Stopwatch()
+    stream = client.stream(MODEL, "x")
     (request,) = await take(service)
-    assert request.fields["expiration"] == "500"
+    service.write(request, chunk(request, 0, pack("a")), failure(request, "ABORTED", ""))
+    with pytest.raises(AbortedError):
+        await collect(stream)
+    timeout_ms = ample_ms(stopwatch, 300)
+    stream = client.stream(MODEL, "x", timeout=timeout_ms / 1000)
+    (request,) = await take(service)
+    assert request.fields["expiration"] == str(timeout_ms)
     service.write(request, chunk(request, 0, pack("a")))
     assert await anext(stream) == "a"
-    with pytest.raises(DeadlineExceededError, match=r"no result within 0\.5 s"):
+    with pytest.raises(DeadlineExceededError) as raised:
         await anext(stream)
+    assert f"no result within {timeout_ms / 1000:g} s" in str(raised.value)
     assert client.timed_out == 1
     service.write(request, chunk(request, 1, pack("b")))
     service.write(request, final(request, pack("ab"), index=2))
