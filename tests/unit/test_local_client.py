@@ -32,7 +32,7 @@ from carpool.client import AsyncClient, on_behalf
 from carpool.testing import LocalAsyncClient, LocalClient
 from carpool_worker.model_process.model import BoundSequence, RequestInfo
 from support.models.calling import Ask, AskPlain, Picky, Seen
-from support.waiting import EVENTUALLY_S
+from support.waiting import wait_until
 
 SIZE_MAX = 4
 
@@ -505,9 +505,12 @@ def test_closing_ends_what_is_executed(ask: str) -> None:
     threads, never = threading.active_count(), Never()
     with LocalClient({**MODELS, "never": never}) as client:
         client.submit(ask, {"model": "never", "body": 1})
+        wait_until(  # models run only while the program waits for a result
+            lambda: client.infer("Picky", 1) and never.begun.is_set(),
+            description="the model that waits has begun",
+        )
         with pytest.raises(DeadlineExceededError):
             client.infer("never", 2, timeout=0.05)
-        assert never.begun.wait(EVENTUALLY_S)  # asked by the first model, whose turn may come late
     assert never.ends and threading.active_count() == threads
 
 
