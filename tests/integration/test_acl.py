@@ -222,7 +222,7 @@ def test_gateway_infers_streams_and_keeps_results(no_denials: Secured) -> None:
     assert call(gateway.url, "DELETE", later).code == 204
     assert call(gateway.url, "POST", "/carpool/v1/models/nobody/infer", b"7").code == 404
     assert "Echo" in call(gateway.url, "GET", "/carpool/v1/models").json["models"]
-    assert call(gateway.url, "GET", "/carpool/v1/scale/Echo").json["wanted"] == 1
+    assert call(gateway.url, "GET", "/carpool/v1/scale/Echo").json["wanted"] >= 1
     gateway.terminate()
 
 

@@ -471,6 +471,7 @@ def fixed_keys(model: str) -> set[str]:
         keys.versions,
         keys.shares,
         keys.statistics,
+        keys.audit,
         "carpool:models",
     }
 
