@@ -43,6 +43,8 @@ class _Kept:
         self.index = DeadIndex()
         self.looked_s = time.monotonic()
         self.checked_s = -math.inf
+        self.failed_s = -math.inf  # when a page could not read it, and why
+        self.failure = ""
 
 
 class DeadIndexes:
@@ -61,12 +63,19 @@ class DeadIndexes:
     def look(self, model: str, within_s: float = LOOK_S) -> Iterator[DeadIndex]:
         """The index of a model, with what is new, built for at most so long; no other thread has it then.
 
-        Raises LinkError and CommandError.
+        Raises LinkError and CommandError. Who waited for another one, which Redis did not answer, does not
+        try it as well: else pages would wait one after the other, and take the threads of all other pages.
         """
-        kept = self._of(model)
+        kept, asked_s = self._of(model), time.monotonic()
         with kept.lock:
-            with self._open_link(Keys(model, self._prefix).dead) as link:
-                self._build(link, model, kept, within_s)
+            if kept.failed_s >= asked_s:
+                raise LinkError(kept.failure)
+            try:
+                with self._open_link(Keys(model, self._prefix).dead) as link:
+                    self._build(link, model, kept, within_s)
+            except LinkError as error:
+                kept.failed_s, kept.failure = time.monotonic(), error.detail
+                raise
             if not kept.index.is_settled:
                 self._have_built()
             yield kept.index

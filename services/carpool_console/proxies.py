@@ -72,7 +72,10 @@ def is_same_origin(headers: Mapping[str, str], *, is_secure: bool) -> bool:
 
     A proxy may end TLS and not say so, so an origin with https is accepted where it cannot be known.
     """
-    origin = urlsplit(headers.get("origin", ""))
+    try:
+        origin = urlsplit(headers.get("origin", ""))
+    except ValueError:  # such as `http://[`
+        return False
     schemes = ("https",) if is_secure else ("http", "https")
     return (
         origin.scheme in schemes

@@ -21,8 +21,27 @@ CONNECTIONS_MAX: Final = 256
 HEAD_BYTES_MAX: Final = 16_384  # of a request
 HEAD_S_MAX: Final = 10.0  # from a connection, or the first byte of a further request, to the end of its head
 IDLE_S_MAX: Final = 15  # between two requests of a connection
+UNREAD_S_MAX: Final = 60.0  # of a connection that is closed, until the client has read what was sent
 DRAIN_S: Final = 5
 _BACKLOG: Final = 128
+
+
+class _Transport(asyncio.Transport):
+    """A connection that, once it is closed, ends in time, whether or not its client reads what was sent:
+    otherwise clients that read nothing would hold all connections that there may be."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+
+    def close(self) -> None:
+        if not self._transport.is_closing():
+            self._loop.call_later(UNREAD_S_MAX, self._transport.abort)
+        self._transport.close()
+
+    def __getattribute__(self, name: str) -> Any:
+        own = ("close", "_transport", "_loop")
+        return object.__getattribute__(self, name) if name in own else getattr(self._transport, name)
 
 
 class _Protocol(H11Protocol):
@@ -31,7 +50,7 @@ class _Protocol(H11Protocol):
     _ends: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_Transport(transport, self.loop))
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:

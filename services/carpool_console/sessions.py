@@ -14,6 +14,7 @@ from typing import Final
 from carpool_console.users import User
 
 SESSIONS_MAX: Final = 1000
+SESSIONS_OF_USER_MAX: Final = 50  # so that nobody ends those of others by signing in again and again
 MESSAGES_MAX: Final = 20
 ATTEMPTS_FREE: Final = 5  # of one address, that fail before it has to wait
 WAIT_S_MAX: Final = 60.0
@@ -57,11 +58,15 @@ class Sessions:
         self._sessions: dict[bytes, Session] = {}  # oldest first
 
     def start(self, user: User, *, is_of_proxy: bool = False) -> tuple[str, Session]:
-        """A new session and its token. If there are too many, the oldest one ends."""
+        """A new session and its token. If the user has too many, the oldest of these ends; if all users
+        have, the oldest of all."""
         token, session = secrets.token_urlsafe(32), Session(user, self._clock() + self._lasts_s, is_of_proxy)
         with self._lock:
             now_s = self._clock()
             self._sessions = {key: one for key, one in self._sessions.items() if one.ends_s > now_s}
+            own = [key for key, one in self._sessions.items() if one.user.name == user.name]
+            for key in own[: max(0, len(own) - SESSIONS_OF_USER_MAX + 1)]:
+                del self._sessions[key]
             while len(self._sessions) >= SESSIONS_MAX:
                 del self._sessions[next(iter(self._sessions))]
             self._sessions[_key(token)] = session

@@ -155,8 +155,10 @@ class Users:
         return self.path.stat().st_mtime_ns
 
     def _read(self) -> None:
-        self._read_at_ns = self._changed_ns()
-        self._users = read_users(self.path.read_text("utf-8"))
+        """Once for each change of the file; again and again while it cannot be read at all (OSError)."""
+        changed_ns, data = self._changed_ns(), self.path.read_bytes()
+        self._read_at_ns = changed_ns
+        self._users = read_users(data.decode())
         self.problem = ""
 
     def _write(self, users: Mapping[str, User]) -> None:

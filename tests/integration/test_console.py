@@ -51,6 +51,7 @@ from support.waiting import wait_until
 
 PAGES: Final = ("/", "/models/Echo", "/workers", "/nodes")
 ATTACK: Final = "<script>alert(1)</script>"
+LARGE: Final = b"x" * 32 * 1024 * 1024  # more than the buffers of two sockets
 POST: Final = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n"
 
 
@@ -460,6 +461,7 @@ def test_nobody_acts_if_the_console_is_read_only(acting: InProcess) -> None:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of a server with limits that are short enough for tests, and pages that fail."""
     monkeypatch.setattr(carpool_console.server, "HEAD_S_MAX", 0.2)
+    monkeypatch.setattr(carpool_console.server, "UNREAD_S_MAX", 0.2)
 
     def failing(_: Request) -> Response:
         raise RuntimeError("secret")
@@ -468,7 +470,15 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return PlainTextResponse(await request.body())
 
     started = Server(
-        Guard(Starlette(routes=[Route("/failing", failing), Route("/", echo, methods=["POST"])]))
+        Guard(
+            Starlette(
+                routes=[
+                    Route("/failing", failing),
+                    Route("/large", lambda _: PlainTextResponse(LARGE)),
+                    Route("/", echo, methods=["POST"]),
+                ]
+            )
+        )
     )
     port = started.start("127.0.0.1", 0, lambda: None)
     yield f"http://127.0.0.1:{port}"
@@ -492,6 +502,24 @@ def test_clients_that_send_no_whole_head_are_ended(server: str) -> None:
         connection.socket.settimeout(None)
         connection.send(b"y")
         assert connection.answer().body == b"xy"
+
+
+def test_clients_that_read_nothing_are_ended(server: str) -> None:
+    with Connection(server) as connection:
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.send(b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        connection.socket.recv(1)
+        client, server_port = connection.socket.getsockname(), connection.socket.getpeername()[1]
+        wait_until(lambda: not is_held(server_port, client[1]), description="the server ends the connection")
+
+
+def is_held(local: int, remote: int) -> bool:
+    """Whether a process has the socket with these ports; the kernel keeps it until what was sent is read."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if [int(fields[at].rpartition(":")[2], 16) for at in (1, 2)] == [local, remote]:
+            return fields[9] != "0"
+    return False
 
 
 def test_large_heads_and_mistakes_of_pages_are_answered(server: str) -> None:

@@ -64,6 +64,13 @@ def test_letter_has_what_is_known_without_its_body(stack: Stack, link: Link) -> 
     )
 
 
+def test_number_that_is_none_does_not_hide_the_letters(stack: Stack, link: Link) -> None:
+    """A number of attempts that no worker writes, but Redis keeps."""
+    write(stack, 1, attempts="9" * 399)
+    stack.redis.xadd(KEYS.dead, {"reason": "it died", "attempts": "9" * 399, "entry_id": "1-1"})
+    assert [letter.attempts for letter in read_page(link, KEYS, ALL).letters] == [0, 2]
+
+
 def test_large_bodies_are_not_copied_many_at_a_time(stack: Stack, link: Link) -> None:
     """Expect pages that end after their bytes, in steps that do not grow; and all letters in the end."""
     ids = write(stack, 12, b"x" * (BYTES_MAX // 4))

@@ -14,6 +14,7 @@ from carpool_console.sessions import (
     ATTEMPTS_FREE,
     FORGOTTEN_S,
     SESSIONS_MAX,
+    SESSIONS_OF_USER_MAX,
     WAIT_S_MAX,
     Attempts,
     Sessions,
@@ -73,6 +74,21 @@ def test_a_file_that_is_broken_later_leaves_the_users_before(tmp_path: Path) -> 
     assert users.is_read_by_others
 
 
+def test_a_file_that_can_be_read_again_is_read_though_its_time_is_the_same(tmp_path: Path) -> None:
+    """Such as one that was not readable until its mode was changed: that does not change the time."""
+    users = Users(tmp_path / "users.toml")
+    users.put(ANN)
+    users.path.unlink()
+    users.path.mkdir()  # unreadable, for root as well
+    os.utime(users.path, ns=(1, 1))
+    assert users.find("ann") == ANN
+    assert users.problem
+    users.path.rmdir()
+    users.path.write_text("")
+    os.utime(users.path, ns=(1, 1))
+    assert users.find("ann") is None
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -113,10 +129,19 @@ def test_a_session_ends_in_time_or_when_it_is_ended() -> None:
 
 def test_sessions_are_limited_and_the_oldest_one_ends_first() -> None:
     sessions = Sessions(100.0)
-    tokens = [sessions.start(ANN)[0] for _ in range(SESSIONS_MAX + 1)]
+    users = [User(f"user{number}", "viewer") for number in range(SESSIONS_MAX + 1)]
+    tokens = [sessions.start(user)[0] for user in users]
     assert sessions.find(tokens[0]) is None
     assert sessions.find(tokens[1]) is not None
     assert sessions.find(tokens[-1]) is not None
+
+
+def test_who_signs_in_again_and_again_ends_the_own_sessions_only() -> None:
+    sessions = Sessions(100.0)
+    of_other, _ = sessions.start(User("bob", "operator"))
+    tokens = [sessions.start(ANN)[0] for _ in range(SESSIONS_MAX)]
+    assert sessions.find(of_other) is not None
+    assert [token for token in tokens if sessions.find(token)] == tokens[-SESSIONS_OF_USER_MAX:]
 
 
 def test_a_message_is_shown_once() -> None:
@@ -209,6 +234,7 @@ def test_what_a_client_made_up_does_not_count() -> None:
         ("null", False, False),
         ("", False, False),
         ("ftp://console:8800", False, False),
+        ("http://[", False, False),
     ],
 )
 def test_origin_of_a_form(origin: str, is_secure: bool, same: bool) -> None:

@@ -102,7 +102,7 @@ def _letter(raw: list[bytes | int]) -> Letter:
         correlation_id=correlation_id,
         content_type=content_type,
         reason=reason,
-        attempts=int(attempts) if attempts.isascii() and attempts.isdecimal() else 0,
+        attempts=int(attempts) if attempts.isascii() and attempts.isdecimal() and len(attempts) <= 9 else 0,
     )
 
 
