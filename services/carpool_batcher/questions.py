@@ -1,8 +1,9 @@
 """Questions where a request is, and the answers: what a batcher knows of it.
 
 Whether an ID is known costs next to nothing. Where a waiting request stands takes a search through all that
-waits, in pieces, for all questions together. After that, the next search waits for a multiple of the time
-that this one took: whoever asks all the time delays no request by much.
+waits, in pieces, for all questions together. Then it is counted what goes before each, which takes as long
+for every one: once that took a while, the others are told the rest. After that, the next search waits for a
+multiple of the time that this one took: whoever asks all the time delays no request by much.
 
 Why: docs/decisions/0115.
 """
@@ -27,6 +28,7 @@ from carpool_batcher.recent import Recent
 QUESTIONS_MAX: Final = 64  # that are not answered yet; those that come then are never answered
 PIECE_RUNS: Final = 2048  # a millisecond or two
 PAUSE_RATIO: Final = 10  # of the pause after a search to the time that it took; but at most
+COUNT_US_MAX: Final = 50_000  # in which it is counted what goes before requests that are asked for together
 PAUSE_US_MAX: Final = 500_000  # so long: on a busy machine a search takes long, and little of a processor
 
 _Found = dict[str, list[tuple[Run, int]]]  # by correlation ID, runs and the index of the request in each
@@ -65,8 +67,9 @@ class Questions:
             return
         asked, self._asked = self._asked, []
         found = yield from self._search({question.correlation_id for question in asked})
+        count_until_us = self._clock.now_us() + COUNT_US_MAX
         for question in asked:
-            yield from self._publish(question, found.get(question.correlation_id, ()))
+            yield from self._publish(question, found.get(question.correlation_id, ()), count_until_us)
         ended_us = self._clock.now_us()
         self._not_before_us = ended_us + min(PAUSE_US_MAX, PAUSE_RATIO * (ended_us - began_us))
 
@@ -86,11 +89,15 @@ class Questions:
             yield
         return found
 
-    def _publish(self, question: WhereAsked, found: Sequence[tuple[Run, int]]) -> Generator[None]:
+    def _publish(
+        self, question: WhereAsked, found: Sequence[tuple[Run, int]], count_until_us: int
+    ) -> Generator[None]:
         name, scheduler = question.correlation_id, self._scheduler
         waiting: list[Waiting] = []
         for run, index in found:
-            before = yield from scheduler.requests_before(run, index)
+            before = None
+            if self._clock.now_us() < count_until_us:
+                before = yield from scheduler.requests_before(run, index)
             waiting.append(self._waiting(run, before))
         answer = BatcherAnswer(
             self._store.name,

@@ -13,7 +13,14 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool.store.connection import CommandError
 from carpool.wire.whereabouts import FOUND_MAX, BatcherAnswer
 from carpool_batcher.core.scheduler import BEFORE_PARTS_MAX, BEFORE_PARTS_OF_PIECE, Scheduler
-from carpool_batcher.questions import PAUSE_RATIO, PAUSE_US_MAX, PIECE_RUNS, QUESTIONS_MAX, Questions
+from carpool_batcher.questions import (
+    COUNT_US_MAX,
+    PAUSE_RATIO,
+    PAUSE_US_MAX,
+    PIECE_RUNS,
+    QUESTIONS_MAX,
+    Questions,
+)
 from carpool_batcher.recent import Recent
 from support.scheduler_harness import MS, SchedulerHarness, run
 
@@ -130,6 +137,17 @@ def test_the_search_is_in_pieces_and_only_if_the_id_waits(harness: SchedulerHarn
     asked.questions.add(WhereAsked(f"r{3 * PIECE_RUNS - 1}", "n"))
     assert len(list(asked.questions.answer())) >= 3 + BEFORE_PARTS_MAX // BEFORE_PARTS_OF_PIECE
     assert asked.store.written["n"].waiting
+
+
+def test_many_questions_together_take_little_longer_than_one(harness: SchedulerHarness) -> None:
+    """What goes before a request is counted while there is time; all else is told of each."""
+    harness.offer("a b c d e f")
+    asked = Asked(harness.scheduler)
+    asked.clock.step_us = COUNT_US_MAX * 3 // 5
+    for name in "bcdef":
+        asked.questions.add(WhereAsked(name, name))
+    list(asked.questions.answer())
+    assert [asked.store.written[name].waiting[0].before for name in "bcdef"] == [1, None, None, None, None]
 
 
 def test_the_next_search_waits_for_a_multiple_of_the_time_that_this_one_took(
