@@ -26,9 +26,8 @@ class Waiting(NamedTuple):
 
     `why`: one sentence, why it is not dispatched yet; `until_us`: until when, as far as that is known.
     `before`: how many requests of its lane go before it; None: it is in no lane yet, or many asked at once.
-    `before_is_least`: there are more than were counted. `priority`: 0 to 9. `reply_to`: where its result goes;
-    '' for a list of its
-    own. `arrived_us`: of a delayed request the end of that time.
+    `before_is_least`: there are more than were counted. `priority`: 0 to 9. `reply_to`: where its result
+    goes; '' for a list of its own. `arrived_us`: of a delayed request the end of that time.
     """
 
     lane: str
