@@ -72,6 +72,15 @@ class Watched:
         return self.wanted.now.workers
 
 
+def test_a_clock_that_is_set_back_is_no_flood() -> None:
+    """Another server of Redis may show an earlier time. The rate is the same, so as many are wanted."""
+    watched = Watched()
+    before = watched.look(120, per_s=200)
+    watched.now_us -= 3600 * SECOND_US
+    assert watched.look(600, per_s=200) <= before + 1
+    assert watched.look(120, per_s=10) < before, "what was wanted before is not held for an hour"
+
+
 # --- what arrives ------------------------------------------------------------------------------------------
 
 

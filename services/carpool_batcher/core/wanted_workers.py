@@ -150,6 +150,7 @@ class WantedWorkers:
         self._begun = False
         self._arrived = 0
         self._busy_us = 0  # when there last was any request
+        self._now_us = 0  # when it was looked last
 
     # --- what is observed ----------------------------------------------------------------------------------
 
@@ -178,6 +179,9 @@ class WantedWorkers:
     def observe(self, demand: Demand, service: Service, owed: Owed, bounds: Bounds) -> Wanted:
         """How many workers are wanted now."""
         now_us = demand.now_us
+        if now_us < self._now_us:
+            self._begin_anew()
+        self._now_us = now_us
         if demand.workers:
             self._processes_each = math.ceil(demand.processes / demand.workers)
         if not self._begun:
@@ -200,6 +204,13 @@ class WantedWorkers:
         self.now = self._bounded(demand, bounds, workers, reason)
         self._reaction.observe(now_us, demand.processes, self.now.processes)
         return self.now
+
+    def _begin_anew(self) -> None:
+        """The clock was set back: times that were remembered are in the future, and mean nothing."""
+        self._budgets.clear()
+        self._arrivals, self._held, self._correction = ArrivalRate(), SlidingMaximum(), Correction()
+        self._reaction.forget_beginning()
+        self._begun = False
 
     # --- what follows --------------------------------------------------------------------------------------
 
@@ -399,6 +410,10 @@ class Reaction:
         self.usual_us = float(REACTION_US)
         self._wanted_since_us: int | None = None
         self._processes = 0
+
+    def forget_beginning(self) -> None:
+        """It is not known since when more are wanted."""
+        self._wanted_since_us = None
 
     def observe(self, now_us: int, processes: int, wanted: int) -> None:
         """There are so many processes, and as many are wanted."""
