@@ -25,7 +25,12 @@ TRACESTATE: Final = "tracestate"
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
 EVENTS_MAX: Final = 128  # of a span; further ones are counted
 _STATE_CHARS_MAX: Final = 512  # what W3C wants to be passed on
-_STATE: Final = re.compile(r"[\x20-\x7e]*")
+_MEMBERS_MAX: Final = 32
+# What else is in a `tracestate` OpenTelemetry would leave out, with a line in the log for each request.
+_MEMBER: Final = re.compile(
+    r"(?:[a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
 # Version, trace ID, span ID, flags; later versions may have more behind them.
 _PARENT: Final = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _NO_TRACE: Final = bytes(16)
@@ -99,9 +104,14 @@ def read_context(traceparent: Any, tracestate: Any = None) -> tuple[Context, boo
     if version == b"ff" or (version == b"00" and more) or trace_id == _NO_TRACE or span_id == _NO_SPAN:
         return None
     state = tracestate.decode("latin-1") if isinstance(tracestate, bytes) else tracestate
-    if not (isinstance(state, str) and len(state) <= _STATE_CHARS_MAX and _STATE.fullmatch(state)):
-        state = ""
-    return Context(trace_id, span_id, state), bool(int(flags, 16) & _SAMPLED)
+    is_valid = isinstance(state, str) and len(state) <= _STATE_CHARS_MAX and _is_state(state)
+    return Context(trace_id, span_id, state if is_valid else ""), bool(int(flags, 16) & _SAMPLED)
+
+
+def _is_state(state: str) -> bool:
+    """Whether this is a `tracestate` as W3C defines it: members KEY=VALUE, of which some may be empty."""
+    members = [member for text in state.split(",") if (member := text.strip(" \t"))]
+    return len(members) <= _MEMBERS_MAX and all(map(_MEMBER.fullmatch, members))
 
 
 def sampled_context(fields: Mapping[str, Any] | None) -> Context | None:

@@ -86,7 +86,20 @@ def test_context_of_fields() -> None:
     assert found is not None and found.state == "a=1,b=2"
     assert found.child().trace_id == found.trace_id and found.child().span_id != found.span_id
     assert sampled_context(found.fields) == found
-    for state in (b"\n", b"\xff", "x" * 513, 7, None):  # dropped, and nothing else
+    assert sampled_context({"traceparent": VALID, "tracestate": "a@b=1, ,c=d e"}) is not None
+    long = ",".join([f"k{number}=1" for number in range(33)])
+    for state in (
+        b"\n",
+        b"\xff",
+        "a=" + "x" * 511,
+        "a",
+        "A=1",
+        "a=1,=",
+        "a==",
+        long,
+        7,
+        None,
+    ):  # dropped, and nothing else
         assert sampled_context({"traceparent": VALID, "tracestate": state}) == found._replace(state="")
 
 
