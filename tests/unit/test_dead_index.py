@@ -204,7 +204,7 @@ def test_reasons_that_no_letter_has_are_forgotten() -> None:
 
 def test_ids_are_those_of_a_stream() -> None:
     assert parse_id("1795246747119-3") == (1795246747119, 3)
-    for text in ("", "1", "1-", "-1", "a-1", "1-1-1", "٣-1", "9" * 50 + "-1"):
+    for text in ("", "1", "1-", "-1", "a-1", "1-1-1", "٣-1", "9" * 50 + "-1", f"{1 << 64}-0", f"1-{1 << 64}"):
         with pytest.raises(ValueError, match="is no ID"):
             parse_id(text)
     ordered: list[LetterId] = [OLDEST, (1, 0), (1, 10), (2, 0), NEWEST]

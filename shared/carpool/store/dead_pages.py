@@ -70,9 +70,8 @@ def show_id(letter_id: LetterId) -> str:
 def parse_id(text: str) -> LetterId:
     """The ID that a text is. Raises ValueError."""
     milliseconds, hyphen, number = text.partition("-")
-    if not (
-        hyphen and milliseconds.isdecimal() and number.isdecimal() and len(text) <= 41 and text.isascii()
-    ):
+    is_id = hyphen and milliseconds.isdecimal() and number.isdecimal() and len(text) <= 41 and text.isascii()
+    if not is_id or max(int(milliseconds), int(number)) >> 64:
         raise ValueError(f"{text!r:.80} is no ID of a dead letter, such as 1795246747119-0")
     return int(milliseconds), int(number)
 
