@@ -21,7 +21,7 @@ CONNECTIONS_MAX: Final = 256
 HEAD_BYTES_MAX: Final = 16_384  # of a request
 HEAD_S_MAX: Final = 10.0  # from a connection, or the first byte of a further request, to the end of its head
 IDLE_S_MAX: Final = 15  # between two requests of a connection
-UNREAD_S_MAX: Final = 60.0  # of a connection that is closed, until the client has read what was sent
+UNREAD_S_MAX: Final = 60.0  # in which a client reads something of what is sent, and the rest before the end
 DRAIN_S: Final = 5
 _BACKLOG: Final = 128
 
@@ -45,9 +45,11 @@ class _Transport(asyncio.Transport):
 
 
 class _Protocol(H11Protocol):
-    """Ends a connection that sends no whole head of a request in time; uvicorn alone waits for ever."""
+    """Ends a connection that sends no whole head of a request in time, or reads nothing of what is sent;
+    uvicorn alone waits for ever."""
 
     _ends: asyncio.TimerHandle | None = None
+    _aborts: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Transport(transport, self.loop))
@@ -64,7 +66,21 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
+        self._is_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._aborts = self.loop.call_later(UNREAD_S_MAX, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._is_read()
+        super().resume_writing()
+
+    def _is_read(self) -> None:
+        if self._aborts is not None:
+            self._aborts.cancel()
+            self._aborts = None
 
     def _expect_head(self) -> None:
         self._ends = self.loop.call_later(HEAD_S_MAX, self.transport.close)

@@ -504,10 +504,11 @@ def test_clients_that_send_no_whole_head_are_ended(server: str) -> None:
         assert connection.answer().body == b"xy"
 
 
-def test_clients_that_read_nothing_are_ended(server: str) -> None:
+@pytest.mark.parametrize("header", ["connection: close", "connection: keep-alive"])
+def test_clients_that_read_nothing_are_ended(server: str, header: str) -> None:
     with Connection(server) as connection:
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.send(b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        connection.send(2 * f"GET /large HTTP/1.1\r\nhost: x\r\n{header}\r\n\r\n".encode())
         connection.socket.recv(1)
         client, server_port = connection.socket.getsockname(), connection.socket.getpeername()[1]
         wait_until(lambda: not is_held(server_port, client[1]), description="the server ends the connection")
