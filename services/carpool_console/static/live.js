@@ -8,8 +8,8 @@ const PAUSE_MS_MAX = 15000;
 const KEPT = new Set(["INPUT", "SELECT", "TEXTAREA"]); // a person may have filled them in
 
 const state = document.getElementById("live-state");
-const button = document.getElementById("live-pause");
-let isPaused = false;
+const button = document.getElementById("live-stop");
+let isStopped = false;
 let failures = 0;
 let timer = 0;
 let isAsking = false;
@@ -20,7 +20,7 @@ function tell(text) {
 
 function later(ms) {
   clearTimeout(timer);
-  if (!isPaused && !document.hidden) timer = setTimeout(refresh, ms);
+  if (!isStopped && !document.hidden) timer = setTimeout(refresh, ms);
 }
 
 function hasSelection(part) {
@@ -39,7 +39,7 @@ async function refresh() {
     if (answer.status === 401) {
       tell("Signed out");
       document.getElementById("reload").hidden = false;
-      isPaused = true;
+      isStopped = true;
       return;
     }
     if (answer.status === 404) {
@@ -49,7 +49,7 @@ async function refresh() {
     if (!answer.ok) throw new Error(String(answer.status));
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     failures = 0;
-    if (!isPaused) update(page);
+    if (!isStopped) update(page);
   } catch {
     failures += 1;
     if (failures > 1) tell("The console does not answer");
@@ -123,9 +123,9 @@ if (document.querySelector("[data-live]") !== null) {
   document.getElementById("reload").hidden = true;
   tell("Live");
   button.addEventListener("click", () => {
-    isPaused = !isPaused;
-    button.textContent = isPaused ? "Resume" : "Pause";
-    tell(isPaused ? "Paused" : "Live");
+    isStopped = !isStopped;
+    button.textContent = isStopped ? "Update this page" : "Stop updates of this page";
+    tell(isStopped ? "Not updated" : "Live");
     later(0);
   });
   document.addEventListener("visibilitychange", () => later(0));
