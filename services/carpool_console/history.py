@@ -76,8 +76,11 @@ class ModelHistory:
 
     @property
     def figures(self) -> Figures:
-        """The newest figures; rates over about five seconds."""
-        return figures(self._model, self._samples[0][1], self._samples[-1][1])
+        """The newest figures; rates over about five seconds. Processes that drain count, too: the batcher
+        counts only those that take batches."""
+        now = self._samples[-1][1]
+        found = figures(self._model, self._samples[0][1], now)
+        return found._replace(model_processes=now.model_processes)
 
     @property
     def in_per_s(self) -> float | None:

@@ -51,6 +51,10 @@ def row(minute: Minute | None = None, *, facts: Facts | None = None, **changed: 
         (row(Minute(60.0, takeovers=1)), "serving", Severity.FINE, ""),
         (row(Minute(60.0, takeovers=9)), "serving", Severity.HURTS, "began anew 9 times in the last minute"),
         (row(Minute(60.0, missed={"early": 1})), "serving", Severity.HURTS, "1 deadline missed"),
+        (
+            row(Minute(60.0, missed={"waiting": 9}, refused={"DEADLINE_EXCEEDED/waiting": 9})),
+            "serving", Severity.HURTS, "9 deadlines missed in the last minute: 9 waiting",
+        ),
         (row(waiting=9, oldest_s=30.0), "serving", Severity.HURTS, "a request has waited for 30 s"),
         (row(waiting=9, oldest_s=30.0, p50_ms=9000.0), "serving", Severity.FINE, ""),  # usual for this model
         (row(waiting=900_000, oldest_s=2.0), "serving", Severity.FINE, ""),  # many, and soon through
@@ -123,6 +127,18 @@ def test_rates_in_and_out_and_the_last_minute() -> None:
     assert minute.dispatched == pytest.approx(8 * minute.over_s)
     assert len(history.points) == pytest.approx(120 / POINT_S, abs=1)
     assert history.points[-1].in_per_s == pytest.approx(10)
+
+
+def test_a_model_whose_processes_drain_is_not_without_workers() -> None:
+    history = ModelHistory("square")
+    now = sample(1, waiting=3)
+    for taking, draining, state in ((0, 2, "draining"), (1, 1, "serving")):
+        gauges = REPORT.gauges._replace(
+            waiting=3, model_processes=taking
+        )  # the batcher does not count the rest
+        report = replace(REPORT, at_us=1_000_000, gauges=gauges)
+        history.add(1, now._replace(model_processes=2, report=report))
+        assert row_of(Facts(history.figures, draining=draining)).state == state
 
 
 def test_nothing_is_said_of_a_minute_that_was_not_seen() -> None:
