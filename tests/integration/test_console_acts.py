@@ -183,16 +183,17 @@ def test_many_are_a_job_that_leaves_space_in_the_queue(served: Served) -> None:
     wait_until(lambda: "State done" in page(served.operator, job), description="the job is done")
     for number in range(50):
         assert served.stack.result(MODEL, f"r{number}")["status"] == "OK"
-    write_letters(served.stack, 300)
+    write_letters(served.stack, 310)
     fields = fields_of(served.operator, DEAD, "all")
     answer = served.operator.post(f"{DEAD}/act", [*fields, ("action", "replay")])
     answer = served.operator.post(f"{DEAD}/act", hidden_fields(answer, f"{DEAD}/act"))
     job = answer.headers["location"]
     assert job.startswith("/jobs/")
     wait_until(lambda: "State done" in page(served.operator, job), description="the job is done")
-    assert f"300 requests of {MODEL} sent again" in page(served.viewer, job)
+    assert f"310 requests of {MODEL} sent again" in page(served.viewer, job)
+    assert "310 of 310" in page(served.viewer, job)
     assert "send dead letters again" in page(served.viewer, "/jobs")
-    for number in range(300):
+    for number in range(310):
         assert served.stack.result(MODEL, f"r{number}")["status"] == "OK"
     assert "had ended already" in message(served.operator, f"{job}/stop", [])
     served.stack.redis.delete(KEYS.overrides)

@@ -273,7 +273,7 @@ def _start_job(
         job = console.jobs.start(title, keys.model, actor.who, work)
     except TooManyJobsError as error:
         raise RefusedError(409, f"Nothing was done: {error}.") from None
-    return done(request, f"A job has begun to {title} of {keys.model}.", f"/jobs/{job.id}")
+    return done(request, f"A job has begun for {keys.model}: {title}.", f"/jobs/{job.id}")
 
 
 def _evaluated(console: Console, keys: Keys, which: Filter, job: Job) -> Sequence[LetterId]:
@@ -319,6 +319,7 @@ def _run(
                     job.pause(_SPACE_S)
                     continue
             act_on(letters, ids[tally.looked_at - before :], action, actor, tally, count)
+    job.tell(tally.describe(action, keys.model), tally.looked_at, tally.meant)
     return tally.describe(action, keys.model)
 
 
