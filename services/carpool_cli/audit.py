@@ -55,7 +55,9 @@ def main(argv: Sequence[str]) -> int:
     elif actions:
         Screen().print_table(build_table([_HEADINGS, *map(_row, actions)], has_prose=True))
     else:
-        Screen().print("nothing was done, as far as is kept")
+        what = "nothing was done to it" if settings.model else "nothing was loaded, unloaded or removed"
+        more = "" if settings.model else "; `carpool audit MODEL` shows what was done to a model"
+        Screen().print(f"{what}, as far as is kept{more}")
     return 0
 
 

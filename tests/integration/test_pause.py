@@ -228,6 +228,9 @@ def test_audit_says_what_was_really_done(stack: Stack) -> None:
     assert {(one["via"], "@" in one["who"]) for one in found} == {("command", True)}
     assert audit(stack, ECHO, "--count", "2", "--before", found[0]["id"]) == found[1:3]
     assert "78 -> none" in run(stack, "audit", ECHO)
+    assert "`carpool audit MODEL` shows" in run(
+        stack, "audit"
+    )  # this one is of nodes: nothing was done there
 
 
 def test_unknown_models_and_long_reasons_are_refused(stack: Stack) -> None:
