@@ -201,6 +201,18 @@ def test_every_page_is_accessible_narrow_and_dark_and_shows_hostile_texts_as_tex
     assert "&lt;xss-mark&gt;" in texts
 
 
+def test_a_narrow_window_shows_how_long_a_lane_executes(ann: Guest) -> None:
+    page = ann.page
+    page.set_viewport_size({"width": NARROW_PX, "height": 800})
+    try:
+        page.goto("/models/Single")
+        box = page.get_by_role("columnheader", name="Execution p99").bounding_box()
+        assert box is not None
+        assert box["x"] + box["width"] <= NARROW_PX
+    finally:
+        page.set_viewport_size({"width": 1280, "height": 900})
+
+
 def test_answers_have_a_strict_policy_and_are_not_kept(ann: Guest) -> None:
     answer = ann.page.goto("/models/Faulty")
     assert answer is not None
