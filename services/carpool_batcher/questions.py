@@ -1,15 +1,17 @@
 """Questions where a request is, and the answers: what a batcher knows of it.
 
-Whether an ID is known costs next to nothing. Where a waiting request stands takes a search through all that
-waits, in pieces, for all questions together. Then it is counted what goes before each, which takes as long
-for every one: once that took a while, the others are told the rest. After that, the next search waits for a
-multiple of the time that this one took: whoever asks all the time delays no request by much.
+Whether an ID is known costs next to nothing. Where a waiting request stands takes a search through what
+waits, in pieces, for all questions together, until it is found. Then it is counted what goes before each,
+which takes as long for every one: once that took a while, the others are told the rest. After that, the
+next search waits for a multiple of the time that this one took: whoever asks all the time delays no request
+by much.
 
 Why: docs/decisions/0115.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from itertools import islice
 from typing import Any, Final
@@ -74,18 +76,22 @@ class Questions:
         self._not_before_us = ended_us + min(PAUSE_US_MAX, PAUSE_RATIO * (ended_us - began_us))
 
     def _search(self, names: set[str]) -> Generator[None, None, _Found]:
-        """The waiting requests with these IDs. O(1) if none waits; else O(all that wait)."""
+        """The waiting requests with these IDs. O(1) if none waits; else O(all that wait), until all that are
+        known to wait have been found."""
         queue, found = self._scheduler.queue, _Found()
-        if not self._scheduler.kind.has_sequences:  # of these it is not known which IDs wait
-            names = {name for name in names if queue.ids.has_name(name)}
-        if not names:
+        left: float = math.inf  # of sequences it is not known which IDs wait
+        if not self._scheduler.kind.has_sequences:
+            left = sum(map(queue.ids.count_of_name, names))
+        if not left:
             return found
         runs, has_none = queue.runs(), names.isdisjoint
-        while piece := list(islice(runs, PIECE_RUNS)):
+        while left > 0 and (piece := list(islice(runs, PIECE_RUNS))):
             for run in [run for run in piece if not has_none(run.correlation_ids)]:
                 for index, name in enumerate(run.correlation_ids):
-                    if name in names and len(of_name := found.setdefault(name, [])) < FOUND_MAX:
-                        of_name.append((run, index))
+                    if name in names:
+                        left -= 1
+                        if len(of_name := found.setdefault(name, [])) < FOUND_MAX:
+                            of_name.append((run, index))
             yield
         return found
 

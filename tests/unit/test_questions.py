@@ -150,6 +150,19 @@ def test_many_questions_together_take_little_longer_than_one(harness: SchedulerH
     assert [asked.store.written[name].waiting[0].before for name in "bcdef"] == [1, None, None, None, None]
 
 
+def test_the_search_ends_as_soon_as_all_copies_are_found(harness: SchedulerHarness) -> None:
+    """Given two requests of different producers with one ID, a piece apart, and two pieces behind them."""
+    for number in range(4 * PIECE_RUNS):
+        name = "same" if number in (1, PIECE_RUNS + 1) else f"r{number}"
+        harness.scheduler.offer(run(name, entry_id=f"{number + 1}-0", reply_to=f"reader-{number % 2}"), 0)
+    asked = Asked(harness.scheduler)
+    pieces = list(asked.questions._search({"same"}))
+    assert len(pieces) == 2
+    asked.questions.add(WhereAsked("same", "n"))
+    list(asked.questions.answer())
+    assert len(asked.store.written["n"].waiting) == 2
+
+
 def test_the_next_search_waits_for_a_multiple_of_the_time_that_this_one_took(
     harness: SchedulerHarness,
 ) -> None:

@@ -24,7 +24,7 @@ from carpool_console.access import RefusedError, console_of, done, form_of, oper
 from carpool_console.acting import actor_of, ask, keys_named, keys_of
 from carpool_console.console import Console
 
-ANSWER_S: Final = 2.0  # a batcher is awaited
+ANSWER_S: Final = 5.0  # a batcher is awaited: a search through a million waiting requests takes 1 to 3 s
 ALL_S: Final = 6.0  # for all models together
 _OF_EACH_S: Final = 1.0
 _TOGETHER: Final = 50  # models whose batchers are asked at the same time

@@ -49,9 +49,14 @@ class WaitingIds:
         reply_to, name = request
         return name in self._ids.get(reply_to, ())
 
-    def has_name(self, name: str) -> bool:
-        """Whether a request with this correlation ID waits, whatever its address. O(addresses)."""
-        return any(name in waiting for waiting in self._ids.values())
+    def count_of_name(self, name: str) -> int:
+        """How many requests with this correlation ID wait, whatever their addresses. O(addresses)."""
+        count = 0
+        for reply_to, waiting in self._ids.items():
+            if name in waiting:
+                copies = self.repeated.get(reply_to, {}).get(name)
+                count += 1 if copies is None else copies.waiting
+        return count
 
     def are_new(self, reply_to: str | None, names: set[str]) -> bool:
         """Whether none of these requests waits. O(1) if none of this address does, else O(names)."""
