@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
@@ -11,11 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from carpool_console import sign_in
 from carpool_console.access import RefusedError, render
 from carpool_console.console import Console
+from carpool_console.meter import NO_ROUTE, ConsoleMetrics
 from carpool_console.pages import MODEL_LINKS, NAVIGATION, PAGES
 from carpool_console.security import MISTAKE, Guard
 
@@ -24,8 +26,8 @@ _TYPES: Final = {".css": "text/css", ".js": "text/javascript", ".svg": "image/sv
 _FOR_EVER: Final = "public, max-age=31536000, immutable"  # its address has a hash of its contents
 
 
-def make_app(console: Console) -> ASGIApp:
-    """The application, with what holds for each answer around it."""
+def make_app(console: Console, metrics: ConsoleMetrics | None = None) -> ASGIApp:
+    """The application, with what holds for each answer around it. `metrics` count the answers."""
     files = {path.name: path.read_bytes() for path in sorted(STATIC.iterdir()) if path.suffix in _TYPES}
     console.static_version = sha256(b"".join(files.values())).hexdigest()[:12]
     console.navigation, console.model_links = NAVIGATION, MODEL_LINKS
@@ -47,7 +49,16 @@ def make_app(console: Console) -> ASGIApp:
         exception_handlers={RefusedError: _refused, HTTPException: _not_found, Exception: _failed},
     )
     app.state.console = console
-    return Guard(app)
+    return Guard(app) if metrics is None else Guard(app, _counter(metrics, routes))
+
+
+def _counter(metrics: ConsoleMetrics, routes: list[Route]) -> Callable[[Scope, int, int], None]:
+    patterns = {route.endpoint: route.path for route in routes}
+
+    def count(scope: Scope, status: int, took_us: int) -> None:
+        metrics.count_answer(patterns.get(scope.get("endpoint"), NO_ROUTE), status, took_us)
+
+    return count
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -1,8 +1,10 @@
-"""What holds for each answer: headers, and a time in which it must be sent. Innermost errors end here."""
+"""What holds for each answer: headers, a time in which it must be sent, and counting. Errors end here."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -31,15 +33,20 @@ _NOT_KEPT: Final = (b"cache-control", b"no-store")
 
 
 class Guard:
-    """Wraps the application. Whatever happens in it, the client gets an answer, or the connection ends."""
+    """Wraps the application. Whatever happens in it, the client gets an answer, or the connection ends.
 
-    def __init__(self, app: ASGIApp) -> None:
+    `count` is called with the scope of each request, the status of its answer, and the time that it took.
+    """
+
+    def __init__(self, app: ASGIApp, count: Callable[[Scope, int, int], None] = lambda *_: None) -> None:
         self._app = app
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         answer = _Answer(send)
+        began_ns = time.monotonic_ns()
         try:
             async with asyncio.timeout(REQUEST_S_MAX):
                 await self._app(scope, receive, answer.send)
@@ -50,18 +57,22 @@ class Guard:
                 "page failed", path=scope["path"], reason=name_of(error), exception=trace_of(error)
             )
             await answer.fail(500, MISTAKE)
+        finally:
+            self._count(scope, answer.status, (time.monotonic_ns() - began_ns) // 1000)
 
 
 class _Answer:
-    """Adds headers to an answer, and knows whether it has begun."""
+    """Adds headers to an answer, and knows its status. That is 499 until it has begun: the client is gone."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._has_begun = False
+        self.status = 499
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._has_begun = True
+            self.status = message["status"]
             headers = [*message.get("headers", ()), *_HEADERS]
             if not any(name == _NOT_KEPT[0] for name, _ in headers):
                 headers.append(_NOT_KEPT)

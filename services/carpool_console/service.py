@@ -31,7 +31,7 @@ class ConsoleService:
             settings.redis_url, settings.prefix, f"carpool-console-{name}", self._reading_failed
         )
         self._console = Console(settings, users, self._reader, f"carpool-console-{name}")
-        self._server = Server(make_app(self._console))
+        self._server = Server(make_app(self._console, metrics))
 
     def start(self, on_end: Callable[[], Any]) -> int:
         """Listen; also without Redis. Returns the port. `on_end` is called if the server ends by itself.

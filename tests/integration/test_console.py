@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,8 @@ from carpool_console.access import done, form_of, session_of
 from carpool_console.access import operator as operator_only
 from carpool_console.app import make_app
 from carpool_console.console import Console
+from carpool_console.meter import ROUTES
+from carpool_console.pages import PAGES as PAGES_OF_CONSOLE
 from carpool_console.pages import nodes
 from carpool_console.reader import INTERVAL_S, SharedReader
 from carpool_console.reading import ModelsReader, Reading
@@ -364,6 +367,38 @@ def test_redis_away_is_said_with_the_last_figures_and_it_comes_back(tmp_path: Pa
             os.kill(stack.server.pid, signal.SIGCONT)
         wait_until(lambda: b"Redis does not answer" not in browser.get("/").body, description="Redis is back")
         assert console.terminate() == 0
+
+
+def test_answers_are_counted_by_route_and_status(console: Service, operator: Browser) -> None:
+    """Each route has a name, and none of them is what a client wrote."""
+    of_one = 'carpool_console_requests_total{code="%d",route="%s"}'
+    asked = {
+        (200, "/models/{model}"): "/models/Echo",
+        (404, "none"): "/no-such-page",
+        (404, "/models/{model}"): "/models/x",
+    }
+    before = counted(console)
+    for path in asked.values():
+        operator.get(path)
+    after = wait_until(
+        lambda: found if sum((found := counted(console)).values()) >= sum(before.values()) + 6 else {},
+        description="all is counted",
+    )
+    for code, route in asked:
+        name = of_one % (code, route)
+        assert after[name] == before[name] + 1, name
+    name = 'carpool_console_seconds_count{route="/models/{model}"}'
+    assert after[name] == before[name] + 2
+    assert not any("Echo" in line or "no-such-page" in line for line in after)
+    known = {route.path for page in PAGES_OF_CONSOLE for route in page.routes(cast(Console, None))}
+    assert {*known, *("/sign-in", "/sign-out", "/static/{name}", "none")} == set(ROUTES)
+
+
+def counted(console: Service) -> Counter[str]:
+    """The lines of /metrics that count answers, and what they count."""
+    text = call(console.status_url, "GET", "/metrics").body.decode()
+    found = re.findall(r"^(carpool_console_(?:requests_total|seconds_count).*) (\S+)$", text, re.MULTILINE)
+    return Counter({line: round(float(number)) for line, number in found})
 
 
 def test_a_console_that_never_saw_redis_says_so(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import pytest
 from carpool.keys import Keys
 from carpool.lifecycle import command_that_dies_with_parent
 from carpool_batcher.meter import BatcherMetrics
+from carpool_console.meter import ConsoleMetrics
 from carpool_gateway.limits import Limits
 from carpool_gateway.meter import GatewayMetrics
 from carpool_gateway.server import Server
@@ -108,10 +109,11 @@ def _gateway_metrics() -> GatewayMetrics:
 
 
 def test_dashboard_and_alerts_use_existing_metrics() -> None:
-    """The dashboard also shows each of Carpool's metrics, but for information, and what few models have."""
+    """The dashboard also shows each of Carpool's metrics, but for information, what few models have, and the
+    console's."""
     families = [
         family
-        for metrics in (BatcherMetrics(), WorkerMetrics(MODEL), _gateway_metrics())
+        for metrics in (BatcherMetrics(), WorkerMetrics(MODEL), _gateway_metrics(), ConsoleMetrics())
         for family in metrics.registry.collect()
         if family.name.startswith("carpool_")
     ]
@@ -129,7 +131,8 @@ def test_dashboard_and_alerts_use_existing_metrics() -> None:
     shown_by_models = {"carpool_dead_letters_dropped", "carpool_model", "carpool_version_requests"}
     of_few_models = {"carpool_model_cost", "carpool_decode_wait_seconds"}
     of_traces = {"carpool_spans_dropped", "carpool_spans_exported"}
-    assert hidden == {"carpool_build", *of_few_models, *of_traces, *shown_by_models}
+    of_the_console = {"carpool_console_requests", "carpool_console_seconds"}
+    assert hidden == {"carpool_build", *of_few_models, *of_traces, *of_the_console, *shown_by_models}
 
 
 # --- alerts, with synthetic series -------------------------------------------------------------------------

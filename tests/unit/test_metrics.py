@@ -32,6 +32,8 @@ from carpool.store.steps import KeptChunk, StepWrite
 from carpool.wire.report import SequencesReport
 from carpool_batcher.core.in_flight_batch import InFlightBatch
 from carpool_batcher.meter import BatcherMetrics, Meter, SequenceMeter
+from carpool_console.meter import ROUTES as CONSOLE_ROUTES
+from carpool_console.meter import ConsoleMetrics
 from carpool_gateway.limits import Limits
 from carpool_gateway.meter import ROUTES, GatewayMetrics
 from carpool_gateway.server import App, Server
@@ -231,11 +233,14 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
     gateway.server = Server(cast(App, None), Limits(), "")
     for route in ROUTES:
         gateway.count_answer(route, 200, 1)
+    console = ConsoleMetrics()
+    for route in CONSOLE_ROUTES:
+        console.count_answer(route, 200, 1)
     meter = Meter(batcher, MODEL)
     settled = BatchSettled("b", "w/0", 2, 1, 1, 2, failures=Failures({INTERNAL: 1}, ""))
     meter.versions.settled("2", settled, InFlightBatch(0, 2, "", {}))
     SequenceMeter(batcher.sequences, MODEL).export(SequencesReport(1, 1, 1, 1, 1))
-    for gauge in (*batcher.gauges, batcher.wanted):
+    for gauge in (*batcher.gauges, batcher.wanted, batcher.paused):
         gauge.labels(MODEL)
     worker.watch_memory([MemoryGauges(lambda: 1, lambda: 0)])
     statuses = [kind.status for kind in every_error(CarpoolError)]
@@ -244,7 +249,7 @@ def exported() -> dict[str, tuple[str, dict[str, set[str]]]]:
     for kind in REDIS_ERROR_KINDS:
         worker.error(LinkError("") if kind == "link" else CommandError(kind, ""))
     families: dict[str, tuple[str, dict[str, set[str]]]] = {}
-    for metrics in (batcher, worker, gateway):
+    for metrics in (batcher, worker, gateway, console):
         for family in metrics.registry.collect():
             if not family.name.startswith("carpool_"):
                 continue  # Python's own
