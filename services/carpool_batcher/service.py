@@ -37,6 +37,7 @@ from carpool.lifecycle import Loop
 from carpool.store.batcher import NotActiveError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.detail import DETAIL_TTL_MS
+from carpool.store.directory import ModelSnapshot
 from carpool.store.kept import KEEP
 from carpool.store.link_errors import reason_of
 from carpool.store.reader import ReadSizes, StreamReader, Subscription
@@ -107,6 +108,7 @@ class BatcherService:
         self._eviction_at_s = 0.0
         self._eviction_warning = ""
         self._script_warning = ""
+        self._rules_warning = ""
         self._current = ""  # the model whose turn it is
         self._stopping = Event()
         self._loop = Loop("batcher", self.run_once, self._report_error)
@@ -167,7 +169,9 @@ class BatcherService:
 
     def _begin(self, acquired: Sequence[ModelBatcher]) -> None:
         """This batcher has taken these leases: serve the models."""
-        for model, snapshot in zip(acquired, self._upkeep.snapshots(_keys_of(acquired)), strict=True):
+        snapshots = self._upkeep.snapshots(_keys_of(acquired))
+        self._look_for_old_rules(snapshots)
+        for model, snapshot in zip(acquired, snapshots, strict=True):
             if isinstance(snapshot, CommandError):
                 self._fail(model, snapshot)
             elif self._attempt(model, model.begin, snapshot, self._reader):
@@ -189,7 +193,9 @@ class BatcherService:
             model.session.needs_snapshot = True  # those in a turn are compared after it
         models = [model for model in models if model.turn is None]
         self._upkeep.set_clock()
-        for model, snapshot in zip(models, self._upkeep.snapshots(_keys_of(models)), strict=True):
+        snapshots = self._upkeep.snapshots(_keys_of(models))
+        self._look_for_old_rules(snapshots)
+        for model, snapshot in zip(models, snapshots, strict=True):
             if isinstance(snapshot, CommandError):
                 self._fail(model, snapshot)
             elif self._attempt(model, model.session.compare, snapshot):
@@ -319,6 +325,17 @@ class BatcherService:
             self._log.warning("Redis may lose requests", reason=warning)
         self._eviction_warning = warning
 
+    def _look_for_old_rules(self, snapshots: Sequence[ModelSnapshot | CommandError]) -> None:
+        """Warn, once for each reason, if Redis's rules are of before models could be paused or watched."""
+        read = [snapshot for snapshot in snapshots if not isinstance(snapshot, CommandError)]
+        if not read:
+            return
+        denied = next((snapshot.denied for snapshot in read if snapshot.denied is not None), None)
+        warning = "" if denied is None else reason_of(denied, "batcher")
+        if warning and warning != self._rules_warning:
+            self._log.warning("models cannot be paused or watched", reason=warning)
+        self._rules_warning = warning
+
     def _add(self, name: str) -> None:
         try:
             keys = Keys(name, self._prefix)
@@ -441,7 +458,8 @@ class BatcherService:
 
     def warnings(self) -> list[str]:
         """What a person should mend, although models are batched."""
-        return [warning for warning in (self._eviction_warning, self._script_warning) if warning]
+        found = (self._eviction_warning, self._script_warning, self._rules_warning)
+        return [warning for warning in found if warning]
 
     @property
     def serves_models(self) -> bool:

@@ -32,7 +32,7 @@ from carpool.store import batcher, bound, dead_letters, results, steps, upkeep, 
 from carpool.store.connection import Script
 from carpool.wire.nodes import NodeReport
 from carpool_cli import acl
-from carpool_cli.roles import ROLES, patterns
+from carpool_cli.roles import ROLES, patterns, rules
 from conftest import SERVERS, name_of
 from support.command import Done, carpool
 from support.configured import NO_PERSISTENCE, ConfiguredRedis, major
@@ -635,6 +635,36 @@ def test_service_with_the_role_of_a_producer_says_so(
     )
     assert batcher.terminate() == 0
     assert "Traceback" not in worker.log.read_text() + batcher.log.read_text()
+
+
+def test_batcher_serves_with_rules_of_before_models_could_be_paused(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It warns once, in its log and in its probe."""
+    stack, redis, keys = secured.stack, secured.stack.redis, Keys("m", "old")
+    granted = rules("batcher", "old").split()
+    older = [token for token in granted if not token.endswith((":paused", ":watched"))]
+    assert len(older) == len(granted) - 2
+    redis.execute_command("ACL", "SETUSER", "old", "on", ">password-of-old", *older)
+    (tmp_path / "password").write_text("password-of-old")
+    redis.hset(keys.registration, "max_batch_size", 1)
+    redis.zadd(keys.workers, {"w/0": 1e15})
+    redis.sadd("old:models", "m")
+    variables = {**secured.environment("batcher"), "CARPOOL_REDIS_USER": "old", "CARPOOL_PREFIX": "old"}
+    variables["CARPOOL_REDIS_PASSWORD_FILE"] = str(tmp_path / "password")
+    with monkeypatch.context() as patch:
+        patch.setattr(stack, "environment", {"batcher": variables})
+        batcher = stack.batcher("--http-port", "0")
+    redis.xadd(keys.requests, {"body": "1"})
+    wait_until(lambda: redis.xlen(keys.batches) == 1, description="a batch is dispatched")
+    wait_until(lambda: redis.exists(keys.report), description="snapshots were taken later, too")
+    status, text = get(batcher, "/readyz")
+    assert (status, "warning: NOPERM" in text, "`carpool acl`" in text) == (200, True, True), text
+    assert batcher.terminate() == 0
+    log = batcher.log.read_text()
+    assert log.count("models cannot be paused or watched") == 1
+    assert "batcher failed" not in log
+    redis.acl_deluser("old")
 
 
 def run(secured: Secured, role: str, *arguments: str, timeout_s: float = 60.0, **more: str) -> Done:

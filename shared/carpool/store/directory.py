@@ -38,6 +38,7 @@ class ModelSnapshot(NamedTuple):
     shares: Mapping[str, int] = MappingProxyType({})  # of the traffic, by version, in per cent
     watched: bool = False  # somebody looks at the model (`store.detail`)
     paused: Paused | None = None  # by an operator
+    denied: CommandError | None = None  # rules of an older version for this role: it cannot see the last two
 
 
 class ProcessMemory(NamedTuple):
@@ -214,17 +215,18 @@ def snapshot_commands(keys: Keys) -> dict[str, tuple[Argument, ...]]:
 # Where a user made one of these keys another type: results are not in order (lua/ordering/README.md), no
 # process drains, versions share the traffic as they come, and nothing is paused.
 _OF_WRONG_TYPE: Final[Mapping[str, Any]] = {
-    "order": 0, "draining": (), "versions": (), "shares": (), "paused": (),
+    "order": 0, "draining": (), "versions": (), "shares": (), "watched": 0, "paused": (),
 }  # fmt: skip
 
 
 def read_snapshot(replies: Mapping[str, Any], now_ms: int) -> ModelSnapshot | CommandError:
     """The state of a model from the replies to `snapshot_commands`; the first error among them."""
     read = dict(replies)
+    denied: CommandError | None = None
     for name, reply in replies.items():
         if isinstance(reply, CommandError):
-            if name == "watched":  # rules of another version for this role
-                read[name] = 0
+            if name in ("watched", "paused") and reply.code == "NOPERM":  # rules of an older version
+                read[name], denied = (), reply
                 continue
             if name not in _OF_WRONG_TYPE or reply.code != "WRONGTYPE":
                 return reply
@@ -241,6 +243,7 @@ def read_snapshot(replies: Mapping[str, Any], now_ms: int) -> ModelSnapshot | Co
         shares=read_shares(texts(read["shares"])) if read["shares"] else {},
         watched=bool(read["watched"]),
         paused=read_paused(texts(read["paused"])) if read["paused"] else None,
+        denied=denied,
     )
 
 
