@@ -56,7 +56,9 @@ def _counter(metrics: ConsoleMetrics, routes: list[Route]) -> Callable[[Scope, i
     patterns = {route.endpoint: route.path for route in routes}
 
     def count(scope: Scope, status: int, took_us: int) -> None:
-        metrics.count_answer(patterns.get(scope.get("endpoint"), NO_ROUTE), status, took_us)
+        endpoint = scope.get("endpoint")
+        route = NO_ROUTE if endpoint is None else patterns[endpoint]
+        metrics.count_answer(route, status, took_us)
 
     return count
 
