@@ -347,7 +347,7 @@ class Session:
         scheduler = self.scheduler
         self._order.admit_if_any()
         ttl_ms = scheduler.settings.result_ttl_ms
-        answered: list[Refusal] = []
+        custom, has_raised = scheduler.custom_policy, False
         for part in divide(refusals, emptied, changes_of_sequences, freed):
             if part is None:
                 yield
@@ -359,21 +359,25 @@ class Session:
             changes = self._store.refuse(prepared)
             self._entries_changed(changes)
             missing = set(changes.missing)
-            answered += [
+            answered = [
                 refusal
                 for refusal in part.refusals
                 if refusal.entry not in missing and refusal.status != UNANSWERED
             ]
             yield
-        if answered:
-            now_us = self._clock.now_us()
-            self._accounting.refused(answered, now_us)
-            if self._meter.spans is not None:
-                self._meter.spans.refused(answered, now_us)
-        custom = scheduler.custom_policy
-        if custom is not None and any(refusal.reason == "policy" for refusal in answered):
+            if answered:
+                self._refused(answered)
+                has_raised |= custom is not None and any(one.reason == "policy" for one in answered)
+        if custom is not None and has_raised:
             policy = scheduler.settings.policy
             self._log.error("policy raised an exception", policy=policy, reason=f"{custom.raised:.1000}")
+
+    def _refused(self, answered: Sequence[Refusal]) -> None:
+        """Requests were answered with errors: count them."""
+        now_us = self._clock.now_us()
+        self._accounting.refused(answered, now_us)
+        if self._meter.spans is not None:
+            self._meter.spans.refused(answered, now_us)
 
     def _dispatch(self, dispatches: Sequence[Dispatch], decided_us: int) -> Generator[None]:
         scheduler = self.scheduler
