@@ -856,9 +856,9 @@ def use_nodes(stack: Stack, look: Look, act: Callable[..., None]) -> None:
 
 
 def block_worker_at(stack: Stack, gate: Path) -> str:
-    """Two requests in flight, which wait for the gate, and have its name."""
-    for _ in range(2):
-        stack.send("Single", body=json.dumps({"gate": str(gate)}), correlation_id=gate.name)
+    """Two requests in flight, which wait for the gate; the first one has its name."""
+    for name in (gate.name, f"{gate.name}-ahead"):
+        stack.send("Single", body=json.dumps({"gate": str(gate)}), correlation_id=name)
     wait_until(lambda: stack.redis.xlen(Keys("Single").batches) == 2, description="both are in flight")
     return "Single"
 

@@ -224,9 +224,10 @@ def test_expired_and_withdrawn(shared: Stack, collector: Collector, tmp_path: Pa
     gate, busy, expires, withdrawn = tmp_path / "gate", Parent(), Parent(), Parent()
     body = json.dumps({"gate": str(gate)})
     first = shared.send("Echo", body=body, traceparent=busy.header, expiration=3000)
+    batches = Keys("Echo").batches
+    wait_until(lambda: shared.redis.xlen(batches) == 1, description="the first one is in flight, alone")
     full = [{"correlation_id": f"full-{number}", "body": b"1"} for number in range(16)]
     shared.send_packed("Echo", full, reply_to="full")  # waits at the process
-    batches = Keys("Echo").batches
     wait_until(lambda: shared.redis.xlen(batches) == 2, description="two batches are in flight")
     name = shared.send("Echo", body="1", traceparent=expires.header, expiration=200)
     other = shared.send("Echo", body="2", traceparent=withdrawn.header)
