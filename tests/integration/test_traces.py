@@ -195,6 +195,7 @@ def test_errors(shared: Stack, collector: Collector) -> None:
     """Given requests that fail at each place, expect the status there, and no text of an exception."""
     refused, raised, own, malformed = Parent(), Parent(), Parent(), Parent()
     shared.send("Counting", body='"refuse"', traceparent=refused.header)
+    the(collector, "process Counting", refused.trace_id)  # so the next one is in a batch of its own
     shared.send("Counting", body='"raise"', traceparent=raised.header)
     shared.send("Traced", body=f'"raise {BODY}"', traceparent=own.header)
     shared.send("Counting", body='"x"', priority="12", traceparent=malformed.header)
