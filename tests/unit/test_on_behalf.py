@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import pytest
 
-from carpool.client.on_behalf import DEPTH_MAX, Origin, Origins, RequestClient
+from carpool.client.on_behalf import DEPTH_MAX, AsyncRequestClient, Origin, Origins, RequestClient
 from carpool.errors import (
     CancelledRequestError,
     CarpoolError,
@@ -112,6 +113,44 @@ def test_ids_of_two_requests_with_one_name_differ_while_both_are_executed() -> N
     origins = Origins("outer", is_async=False, url=URL)
     asked = [origins.client_for(Origin("1"))._prepare("inner", 1, {}).correlation_id for _ in range(2)]
     assert len(set(asked)) == 2
+
+
+class Recorder:
+    """Sends nothing. `sent`: the correlation IDs, each with the future of its result."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, asyncio.Future[Any]]] = []
+
+    def submit(self, model: str, body: Any, **options: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.sent.append((options["correlation_id"], future))
+        return future
+
+
+async def test_what_was_withdrawn_is_asked_again_under_another_id() -> None:
+    """Given a request that is executed three times, and a question that it withdraws the first time, expect
+    that this gets other IDs later: the answer "withdrawn" may come late. One that was answered keeps its ID."""
+    recorder = Recorder()
+    origins = Origins("outer", is_async=True, sender=recorder)
+    for number, result in enumerate((None, 7, 8)):
+        client = origins.client_for(Origin("id"))
+        assert isinstance(client, AsyncRequestClient)
+        asked = asyncio.ensure_future(client.infer("inner", "withdrawn first"))
+        other = asyncio.ensure_future(client.infer("inner", "answered"))
+        while len(recorder.sent) < 2 * (number + 1):
+            await asyncio.sleep(0)
+        recorder.sent[-1][1].set_result(1)
+        assert await other == 1
+        if result is not None:
+            recorder.sent[-2][1].set_result(result)
+            assert await asked == result
+        await client.end()
+        await asyncio.wait([asked])
+    withdrawn, second, third = (name for name, _ in recorder.sent[::2])
+    assert len({withdrawn, second, third}) == 3
+    assert len({name for name, _ in recorder.sent[1::2]}) == 1
+    with pytest.raises(CancelledRequestError):
+        await asyncio.ensure_future(client.infer("inner", 1))
 
 
 @pytest.mark.parametrize(

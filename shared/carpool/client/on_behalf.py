@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
 from hashlib import blake2b
@@ -51,6 +51,7 @@ from carpool.wire.request_fields import CALLED_BY
 
 DEPTH_MAX: Final = 8  # models that may wait for one request
 ID_CHARS_MAX: Final = 100  # of a request's correlation ID, to be part of others
+WITHDRAWN_MAX: Final = 1000  # requests that are remembered
 _DIGEST_BYTES: Final = 12
 # The share of the time left that an asked model does not get: its error, which names that model, must come
 # back before the batcher answers the request itself, because the batcher cannot say why it is late.
@@ -95,6 +96,7 @@ class Origins:
         self.model = model
         self.encoder = BodyEncoder()
         self.in_use: set[str] = set()  # correlation IDs
+        self.withdrawn: deque[str] = deque(maxlen=WITHDRAWN_MAX)  # those of the latest that were withdrawn
         self._is_async = is_async
         self._async_client = AsyncClient(url) if is_async and sender is None else None
         self._client = None if is_async or sender is not None else Client(url)
@@ -157,9 +159,9 @@ class _OnBehalf:
         except CarpoolError as error:
             raise self._of_stage(model, error) from None
         correlation_id = options.get("correlation_id") or self._id_of(model, encoded, options)
-        if (
-            correlation_id in self._origins.in_use
-        ):  # two requests of one ID are executed here, and ask the same
+        # Two requests with one ID are executed here, and ask the same. Or a request is executed again, and has
+        # withdrawn this: the answer to the withdrawal may come late, and would be taken for the result.
+        if correlation_id in self._origins.in_use or correlation_id in self._origins.withdrawn:
             correlation_id = f"{correlation_id[:ID_CHARS_MAX]}.{secrets.token_hex(4)}"
         self._origins.in_use.add(correlation_id)
         inherited["correlation_id"] = correlation_id
@@ -259,6 +261,8 @@ class _OnBehalf:
 
     def _forget(self, asked: _Asked, future: Any) -> None:
         self._in_flight.discard(future)
+        if future.cancelled():
+            self._origins.withdrawn.append(asked.correlation_id)
         self._origins.in_use.discard(asked.correlation_id)
 
     def cancel(self) -> None:
