@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import pytest
+
 from carpool.model_settings import ModelSettings
 from carpool_batcher.core.learned.lane_latency import LANE_BATCHES_MIN, TRIAL_PAUSE_RATIO, LaneLatencies
 from carpool_batcher.core.scheduler import Scheduler
@@ -81,3 +83,31 @@ def test_batch_without_execution_counts_for_the_turnaround_only() -> None:
     assert latencies.of("a").turnaround_us == 2 * EXECUTION_US
     assert latencies.of("a").latency.of(1) == EXECUTION_US
     assert (latencies.of("a").executed_batches, latencies.of("a").last_executed_us) == (LANE_BATCHES_MIN, 0)
+
+
+def observe_runs(
+    latencies: LaneLatencies, times_us: dict[str, int], batches: int, seed: int = 0
+) -> Iterator[int]:
+    """Batches of these lanes settle, several in a row of each; yields what is expected of any lane's."""
+    generator = random.Random(seed)
+    while batches > 0:
+        lane = generator.choice(list(times_us))
+        for _ in range(generator.randint(1, 8)):
+            took_us = round(times_us[lane] * generator.uniform(0.97, 1.03))
+            latencies.observe(lane, generator.randint(1, 4), took_us, took_us, 0)
+            batches -= 1
+        yield latencies.all_lanes.latency.of(1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_of_a_slow_lane_are_no_change_of_speed(seed: int) -> None:
+    times_us = {"wide": 900_000, "narrow": 10_000}
+    expected_us = [*observe_runs(learned(), times_us, 4000, seed)]
+    assert 9_500 <= min(expected_us) <= max(expected_us) <= 950_000
+
+
+def test_a_change_of_speed_of_several_lanes_is_followed() -> None:
+    latencies = learned()
+    assert len(list(observe_runs(latencies, {"a": 100_000, "b": 100_000}, 500))) > 1
+    list(observe_runs(latencies, {"a": 300_000, "b": 300_000}, 12))
+    assert 280_000 < latencies.all_lanes.latency.of(1) < 320_000

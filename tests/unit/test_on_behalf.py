@@ -129,7 +129,7 @@ class Recorder:
 
 async def test_what_was_withdrawn_is_asked_again_under_another_id() -> None:
     """Given a request that is executed three times, and a question that it withdraws the first time, expect
-    that this gets other IDs later: the answer "withdrawn" may come late. One that was answered keeps its ID."""
+    that it gets other IDs later: the answer "withdrawn" may come late. What was answered keeps its ID."""
     recorder = Recorder()
     origins = Origins("outer", is_async=True, sender=recorder)
     for number, result in enumerate((None, 7, 8)):

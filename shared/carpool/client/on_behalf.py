@@ -159,8 +159,8 @@ class _OnBehalf:
         except CarpoolError as error:
             raise self._of_stage(model, error) from None
         correlation_id = options.get("correlation_id") or self._id_of(model, encoded, options)
-        # Two requests with one ID are executed here, and ask the same. Or a request is executed again, and has
-        # withdrawn this: the answer to the withdrawal may come late, and would be taken for the result.
+        # Two requests with one ID are executed here, and ask the same. Or one is executed again, and withdrew
+        # this before: the answer to the withdrawal may come late, and would be taken for the result.
         if correlation_id in self._origins.in_use or correlation_id in self._origins.withdrawn:
             correlation_id = f"{correlation_id[:ID_CHARS_MAX]}.{secrets.token_hex(4)}"
         self._origins.in_use.add(correlation_id)

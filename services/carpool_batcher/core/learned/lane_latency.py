@@ -7,6 +7,9 @@ was slow because the model was cold. Therefore there are trials: if no request o
 nothing was learned of the lane recently, one batch is dispatched all the same. Trials take a small share of
 the time.
 
+Several batches in a row of a slow lane are no change of the model's speed. So what is known of all lanes
+follows a change only where it is one for the lane, too.
+
 Why: docs/decisions/0014.
 """
 
@@ -44,14 +47,24 @@ class LaneLatency:
         """Of a batch of `size` the model executed so many requests, at least one."""
         self._shares.observe(size, executed)
 
-    def observe(self, size: int, turnaround_us: int, execution_us: int | None, now_us: int) -> None:
+    def observe(
+        self,
+        size: int,
+        turnaround_us: int,
+        execution_us: int | None,
+        now_us: int,
+        *,
+        is_usual: bool = False,
+    ) -> bool:
         """A batch settled, of which `size` requests were executed; `execution_us` is None if nothing can be
-        learned from its execution."""
+        learned from its execution. Returns whether that says nothing of a change of speed; `is_usual`: it
+        does not."""
         self.turnaround_us = max(turnaround_us, 0.9 * self.turnaround_us + 0.1 * turnaround_us)
-        if execution_us is not None:
-            self.latency.observe(size, execution_us)
-            self.executed_batches += 1
-            self.last_executed_us = now_us
+        if execution_us is None:
+            return True
+        self.executed_batches += 1
+        self.last_executed_us = now_us
+        return not self.latency.observe(size, execution_us, is_usual=is_usual)
 
 
 class LaneLatencies:
@@ -83,9 +96,10 @@ class LaneLatencies:
         """A batch of a lane settled: see `LaneLatency.observe`."""
         if self._only_lane is None and not self._lanes:
             self._only_lane = lane
+        is_usual = False
         if lane != self._only_lane:
-            self._observe_own(lane, size, turnaround_us, execution_us, now_us)
-        self.all_lanes.observe(size, turnaround_us, execution_us, now_us)
+            is_usual = self._observe_own(lane, size, turnaround_us, execution_us, now_us)
+        self.all_lanes.observe(size, turnaround_us, execution_us, now_us, is_usual=is_usual)
         if lane == self._trial_lane:
             self._trial_lane = None
             # A batch that failed took time too, or a flood of them would be a trial each.
@@ -100,8 +114,9 @@ class LaneLatencies:
 
     def _observe_own(
         self, lane: str, size: int, turnaround_us: int, execution_us: int | None, now_us: int
-    ) -> None:
-        """Keep each lane by itself, from the second lane on."""
+    ) -> bool:
+        """Keep each lane by itself, from the second lane on. Returns whether this batch says nothing of a
+        change of speed."""
         if self._only_lane is not None:
             self._lanes[self._only_lane] = copy.deepcopy(self.all_lanes)
             self._only_lane = None
@@ -109,7 +124,7 @@ class LaneLatencies:
         self._lanes[lane] = own
         if len(self._lanes) > LANES_MAX:
             self._lanes.popitem(last=False)
-        own.observe(size, turnaround_us, execution_us, now_us)
+        return own.observe(size, turnaround_us, execution_us, now_us)
 
     def begin_trial(self, lane: str, now_us: int) -> bool:
         """Whether to dispatch a batch as a trial. The lane must have none in flight."""

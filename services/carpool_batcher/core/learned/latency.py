@@ -99,8 +99,12 @@ class LatencyModel:
 
     # --- learning ------------------------------------------------------------------------------------------
 
-    def observe(self, size: int, took_us: int) -> None:
-        """Learn that a batch of `size` took `took_us`. Both are at least 1."""
+    def observe(self, size: int, took_us: int, *, is_usual: bool = False) -> int | None:
+        """Learn that a batch of `size` took `took_us`. Both are at least 1.
+
+        Returns 1 if that was far above what its class says, -1 if far below, 0 if it was neither; None if
+        too little is known of its class. `is_usual`: it does not tell of a change of speed.
+        """
         self._count += 1
         number = size_class(size)
         of_class = self._classes.get(number)
@@ -108,25 +112,27 @@ class LatencyModel:
             of_class = self._classes[number] = SizeClass()
         of_class.append(size, took_us, self._count)
         self._changed.add(of_class)
+        side = None
         if of_class.is_trusted:
             ratio = took_us / of_class.knot_us
+            side = (ratio > CHANGE_RATIO_MIN) - (ratio * CHANGE_RATIO_MIN < 1)
             self._latest.append((of_class, ratio))
-            if self._is_change(ratio):
+            if self._is_change(0 if is_usual else side):
                 self._follow_change()
         interval = min(max(REFIT_INTERVAL_MIN, len(self._classes)), self._count // 4)
         if len(of_class) <= TRUSTED_OBSERVATIONS_MIN or self._count - self._count_at_fit >= interval:
             self._is_outdated = True
         if self._count - self._count_at_fit >= UNASKED_REFIT_INTERVAL:
             self._refresh()
+        return side
 
     def _refresh(self) -> None:
         """Fit the curve, unless the latest observations may show a change of speed: the next ones tell."""
         if abs(self._deviation_run) <= 1:
             self._fit()
 
-    def _is_change(self, ratio: float) -> bool:
+    def _is_change(self, side: int) -> bool:
         """Count the run of deviations, and return whether it is long enough to be a change of speed."""
-        side = (ratio > CHANGE_RATIO_MIN) - (ratio * CHANGE_RATIO_MIN < 1)
         continues = side and side * self._deviation_run >= 0
         self._deviation_run = self._deviation_run + side if continues else side
         return abs(self._deviation_run) >= CHANGE_OBSERVATIONS_MIN
