@@ -145,6 +145,22 @@ _GATEWAY: Final = _grants(
     *_NODES,
 )
 
+# What operators change of models: the operators' page, and commands.
+_CHANGES: Final = (
+    _SCRIPTS,
+    *_NODES,
+    Grant(
+        "override, share, pause, resume, drain, load and unload: run scripts",
+        "evalsha eval",
+        "config shares settled audit paused registration drained workers draining wanted seats outcomes "
+        "generation nodes_audit",
+    ),
+    _Lua("operator/audit operator/change operator/pause operator/resume"),
+    _Lua("operator/drain_worker operator/undrain_worker"),
+    Grant("what became of what is loaded", "hget", "outcomes"),
+    _Lua("nodes/load nodes/generations"),
+)
+
 CALLER: Final = "model"  # a user for models that call others (CARPOOL_MODEL_REDIS_URL)
 _READ_LISTS: Final = Grant("read a result from its list", "blpop blmove", "result")
 
@@ -268,18 +284,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         _Lua("dead_page"),
         Grant("read what operators did; one entry for an action on dead letters", "xrevrange xdel", "audit"),
         Grant("read what operators loaded, unloaded and removed", "xrevrange", "nodes_audit"),
-        _SCRIPTS,
-        *_NODES,
-        Grant(
-            "override, share, pause, resume, drain, load and unload: run scripts",
-            "evalsha eval",
-            "config shares settled audit paused registration drained workers draining wanted seats outcomes "
-            "generation nodes_audit",
-        ),
-        _Lua("operator/audit operator/change operator/pause operator/resume"),
-        _Lua("operator/drain_worker operator/undrain_worker"),
-        Grant("what became of what is loaded", "hget", "outcomes"),
-        _Lua("nodes/load nodes/generations"),
+        *_CHANGES,
     ),
     "admin": _grants(
         "admin",
@@ -315,18 +320,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
         Grant("read what operators did; dead replay and drop: one entry for each command", "xrevrange xdel",
               "audit"),
         Grant("read what operators loaded, unloaded and removed", "xrevrange", "nodes_audit"),
-        _SCRIPTS,
-        *_NODES,
-        Grant(
-            "config, share, pause, resume, drain, load and unload: run scripts",
-            "evalsha eval",
-            "config shares settled audit paused registration drained workers draining wanted seats outcomes "
-            "generation nodes_audit",
-        ),
-        _Lua("operator/audit operator/change operator/pause operator/resume"),
-        _Lua("operator/drain_worker operator/undrain_worker"),
-        Grant("what became of what is loaded", "hget", "outcomes"),
-        _Lua("nodes/load nodes/generations"),
+        *_CHANGES,
         Grant("load these rules, and read the log of violations", "acl|load acl|log acl|whoami"),
         Grant("list clients, and disconnect them", "client|list client|kill"),
         Grant(
