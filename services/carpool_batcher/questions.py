@@ -3,8 +3,7 @@
 Whether an ID is known costs next to nothing. Where a waiting request stands takes a search through what
 waits, in pieces, for all questions together, until it is found. Then it is counted what goes before each,
 which takes as long for every one: once that took a while, the others are told the rest. After that, the
-next search waits for a multiple of the time that this one took: whoever asks all the time delays no request
-by much.
+next search waits for a multiple of the time that this one took, so that questions delay no request by much.
 
 Why: docs/decisions/0115.
 """

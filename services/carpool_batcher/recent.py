@@ -1,6 +1,6 @@
-"""What became of a model's latest batches and refused requests: kept all the time, for whoever asks later.
+"""What became of a model's latest batches and refused requests: kept all the time, for later questions.
 
-A batch costs about 0.3 µs, a refusal 0.5. What the figures are is computed when somebody looks (`detail`).
+A batch costs about 0.3 µs, a refusal 0.5. Figures are computed from them when somebody looks (`detail`).
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class DeadIndexes:
     def look(self, model: str, within_s: float = LOOK_S) -> Iterator[DeadIndex]:
         """The index of a model, with what is new, built for at most so long; no other thread has it then.
 
-        Raises LinkError and CommandError. Who waited for another one, which Redis did not answer, does not
-        try it as well: else pages would wait one after the other, and take the threads of all other pages.
+        Raises LinkError and CommandError. A thread that waited for another one, which Redis did not answer,
+        does not try it as well: else pages would wait in turn, and take the threads of all others.
         """
         kept, asked_s = self._of(model), time.monotonic()
         with kept.lock:

@@ -1,4 +1,4 @@
-"""The detail of a model for who looks at it: asking its batcher to publish it, and reading it."""
+"""The detail of a model: asking its batcher to publish it, and reading it."""
 
 from __future__ import annotations
 

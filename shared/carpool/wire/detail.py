@@ -1,4 +1,4 @@
-"""The detail of a model: what its active batcher sees, by lane, tenant and priority, for who looks at it.
+"""The detail of a model: what its active batcher sees, by lane, tenant and priority.
 
 It is published beside the report, about once a second, and only while somebody looks (`store.detail`). It has
 names that producers chose, and no bodies. Whoever shows these names escapes them.
