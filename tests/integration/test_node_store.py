@@ -164,6 +164,24 @@ def test_load_that_fails_leaves_what_served(house: House) -> None:
     assert not house.nodes["a"].fail(house.wanted(first), "later")  # it has settled, and is tried again
 
 
+def test_load_that_fails_leaves_what_served_in_part(house: House) -> None:
+    """Given a version of which one of two processes serves, expect that it is wanted again when what replaced
+    it cannot be loaded, and is complete at last; and that one which could not be loaded is not wanted again."""
+    house.hold("a")
+    first = house.load("1", 2)
+    house.hold("a", f"{first}/0")
+    second = house.load("2")
+    assert house.operator.outcome("echo", first).state is OutcomeState.GONE
+    house.hold("a", f"{second}/0")
+    assert house.nodes["a"].fail(house.wanted(second), "no module named torch")
+    assert house.staying == [first]
+    assert house.operator.outcome("echo", first).state is OutcomeState.LOADING
+    house.hold("a", f"{first}/1", f"{second}/0")
+    assert house.settle(first)
+    assert house.operator.outcome("echo", second) == (OutcomeState.FAILED, "no module named torch")
+    assert [wanted.generation for wanted in house.snapshot.wanted] == [first]
+
+
 def test_never_fewer_serve_than_before_less_one(house: House) -> None:
     house.hold("a")
     first = house.load("1", 3)

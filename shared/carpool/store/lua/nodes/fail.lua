@@ -7,10 +7,10 @@
 local generations = generations_of(KEYS[1], ARGV[1])
 for at, generation in ipairs(generations) do
   if generation.generation == tonumber(ARGV[2]) and not generation.settled and not generation.leaving then
-    generation.leaving = true
+    generation.leaving, generation.failed = true, true
     local outcome = 'FAILED ' .. ARGV[3]
     conclude(KEYS[3], generation, outcome)
-    local stays = restore(KEYS[2], generations)
+    local stays = restore(KEYS[2], KEYS[3], generations)
     if generation.share or not stays then
       remove(KEYS[2], KEYS[3], generations, at, outcome)
     else

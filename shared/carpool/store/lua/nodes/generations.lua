@@ -8,6 +8,7 @@
 --   share              per cent of the traffic; absent for the one generation that is to serve all the rest
 --   settled            all its seats served once, so it is what remains if a newer generation cannot be loaded
 --   leaving            another generation replaces it: it goes when that has settled
+--   failed             it could not be loaded
 --
 -- A seat is a field of the hash `seats`, `GENERATION/NUMBER`: `STATE NODE`. Without a field anyone may claim it.
 --
@@ -17,7 +18,7 @@
 --
 -- GRANT admin,console,control,worker wanted hget hset hdel
 -- GRANT admin,console,control,worker seats hget hset hdel
--- GRANT admin,console,control,worker outcomes hsetnx
+-- GRANT admin,console,control,worker outcomes hsetnx hdel
 
 -- generations_of(wanted, model): the list; empty if the field is malformed, because a user wrote it.
 local function generations_of(wanted, model)
@@ -96,12 +97,23 @@ local function stay(seats, generation)
   end
 end
 
--- restore(seats, generations): if none is left that is to stay, the newest one that settled does.
-local function restore(seats, generations)
-  local newest
+-- restore(seats, outcomes, generations): if none is left that is to stay, the newest one that settled does; if none
+-- has settled, the newest one that serves, unless it could not be loaded. It has an outcome: that is over.
+local function restore(seats, outcomes, generations)
+  local newest, serving
   for _, generation in ipairs(generations) do
     if not generation.leaving and not generation.share then return end
     if generation.settled and generation.leaving then newest = generation end
+    if not generation.settled and not generation.failed and not generation.share then
+      for index = 0, generation.replicas - 1 do
+        local _, state = seat_of(seats, generation, index)
+        if state == 'SERVING' then serving = generation end
+      end
+    end
+  end
+  if not newest and serving then
+    newest = serving
+    redis.call('HDEL', outcomes, newest.generation)
   end
   if newest then stay(seats, newest) end
   return newest

@@ -13,7 +13,7 @@ for at = before, 1, -1 do
   end
 end
 local removed = before - #generations
-restore(KEYS[2], generations)
+restore(KEYS[2], KEYS[3], generations)
 write_generations(KEYS[1], ARGV[1], generations)
 if removed > 0 then
   write_audit(KEYS[4], { ARGV[3], ARGV[4], ARGV[5] }, 'unload', {
