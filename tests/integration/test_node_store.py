@@ -166,7 +166,7 @@ def test_load_that_fails_leaves_what_served(house: House) -> None:
 
 def test_load_that_fails_leaves_what_served_in_part(house: House) -> None:
     """Given a version of which one of two processes serves, expect that it is wanted again when what replaced
-    it cannot be loaded, and is complete at last; and that one which could not be loaded is not wanted again."""
+    it cannot be loaded, and is complete at last; and that what could not be loaded is not wanted again."""
     house.hold("a")
     first = house.load("1", 2)
     house.hold("a", f"{first}/0")
