@@ -434,7 +434,7 @@ def test_a_hundred_dead_letters_are_sent_again_and_answered(hand: Mouse, shared:
     dead(shared, "Faulty", [*names, f"{unique}-spoilt"])
     page = hand.page
     hand.use(page.get_by_role("link", name="Dead letters", exact=True).first)
-    page.goto("/models/Faulty/dead")
+    page.wait_for_url("**/models/Faulty/dead")
     hand.write(page.get_by_label("Reason or correlation ID contains"), unique)
     hand.use(button(hand, "Filter"))
     page.get_by_text("101 dead letters").wait_for()
