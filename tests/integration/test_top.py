@@ -34,7 +34,7 @@ from support.waiting import EVENTUALLY_S, wait_until
 MODEL: Final = "Metered"  # batches of 8, of which 16 may wait, of a cost of 1000
 KEYS: Final = Keys(MODEL)
 ENTER, RESTORE, HOME = b"\x1b[?1049h", b"\x1b[?25h\x1b[?1049l", b"\x1b[H"
-COLUMNS, ROWS = 76, 12
+COLUMNS, ROWS = 76, 24
 TIMEOUT_S: Final = EVENTUALLY_S
 NAMES: Final = itertools.count()
 
