@@ -56,7 +56,7 @@ def tool() -> str:
     """The path of Chromium. If missing, skip, or fail if CARPOOL_REQUIRED lists it."""
     path = next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:
-        _missing("chromium is missing; on Debian: apt-get install --no-install-recommends chromium-headless-shell")
+        _missing(f"chromium is missing; on Debian: apt-get install --no-install-recommends {_NAMES[0]}")
     return path
 
 
