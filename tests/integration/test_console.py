@@ -309,14 +309,14 @@ def test_many_who_look_cost_redis_what_one_costs(shared: Stack, monkeypatch: pyt
     reader.start()
     try:
         assert rounds == [], "nobody looks"
-        looking = [threading.Thread(target=reader.look, kwargs={"processes": True}) for _ in range(20)]
+        looking = [threading.Thread(target=reader.look, kwargs={"workers": True}) for _ in range(20)]
         for thread in looking:
             thread.start()
         for thread in looking:
             thread.join()
-        view = reader.look(processes=True)
+        view = reader.look(workers=True)
         assert view.overview.row("Echo") is not None
-        assert len(view.processes["Echo"]) == 1
+        assert [len(worker.processes) for worker in view.workers["Echo"]] == [1]
     finally:
         reader.stop()
     assert len(rounds) <= 2 + (rounds[-1] - rounds[0]) / INTERVAL_S
@@ -333,7 +333,7 @@ def test_models_of_a_cluster_are_read_from_their_nodes() -> None:
         reader = SharedReader(cluster.url, "carpool", "test", lambda _: None)
         reader.start()
         try:
-            overview = reader.look(names[0], processes=True, nodes=True).overview
+            overview = reader.look(names[0], workers=True, nodes=True).overview
             assert [(row.model, row.figures.waiting) for row in overview.rows] == [(one, 1) for one in names]
             cluster.move(Keys(names[3]).requests)
             cluster.primary_of(Keys(names[3]).requests).redis.xadd(Keys(names[3]).requests, {"body": "2"})

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from carpool.figures import Figures, ModelSample
+from carpool.figures import Figures
+from carpool.store.directory import ModelSample
 from carpool.wire.orders import Paused
 from carpool.wire.report import BatcherReport, Gauges
 from carpool_console.charts import latency_curve, spark

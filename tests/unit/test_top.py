@@ -18,7 +18,6 @@ import carpool.figures
 from carpool.errors import UnavailableError
 from carpool.figures import (
     Figures,
-    ModelSample,
     RecentFigures,
     Requests,
     Sample,
@@ -27,7 +26,7 @@ from carpool.figures import (
     compare,
     figures,
 )
-from carpool.store.directory import ProcessMemory
+from carpool.store.directory import ModelSample, ProcessMemory
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_cli.screen import plain_lines
 from carpool_cli.top import command

@@ -47,6 +47,10 @@ class About(NamedTuple):
     lease_ms: int
     devices: Sequence[str]
 
+    def device(self, number: int) -> str:
+        """That of the process of this number; empty if it is not told."""
+        return self.devices[number] if 0 <= number < len(self.devices) else ""
+
 
 class DrainOrder(NamedTuple):
     """A worker drains because an operator says so."""
