@@ -108,6 +108,7 @@ class Figures(NamedTuple):
     versions: Mapping[str, VersionReport] = {}  # what workers of each did since the batcher became active
     paused: Paused | None = None  # by an operator
     wanted: WantedReport | None = None  # workers; None: no batcher reports it
+    process_deaths: int = 0  # model processes that died in the last minute, as far as workers tell
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -136,6 +137,7 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
     known_without_report = Figures(
         model, now.batcher, now.model_processes, now.waiting_entries, now.oldest_s, now.batches_in_flight,
         dead=now.dead, loading=now.loading, memory=_memory(now.memory), paused=now.paused,
+        process_deaths=now.process_deaths,
     )  # fmt: skip
     report = now.active_report
     if report is None:

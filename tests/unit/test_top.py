@@ -166,7 +166,7 @@ def test_json_keys_are_stable() -> None:
         *("requests_in_flight", "withheld", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
         *("p50_ms", "p99_ms", "learned", "refused", "batches", "requests", "active_s", "rejected_settings"),
         *("policy", "missed", "stepping", "sequences", "failed", "last_error", "last_error_s", "dead"),
-        *("loading", "memory", "versions", "paused", "wanted"),
+        *("loading", "memory", "versions", "paused", "wanted", "process_deaths"),
     ]
 
 

@@ -16,7 +16,7 @@ from carpool.keys import Keys, loading_key, models_key
 from carpool.process_names import worker_of
 from carpool.store.connection import Argument, Command, CommandError, Link, Script
 from carpool.wire.audit import Actor
-from carpool.wire.orders import Paused, read_paused
+from carpool.wire.orders import Paused, read_about, read_paused
 from carpool.wire.report import BatcherReport
 from carpool.wire.requests import arrival_of
 from carpool.wire.traffic import read_shares
@@ -66,6 +66,7 @@ class ModelSample(NamedTuple):
     memory: Sequence[ProcessMemory] = ()  # of its processes, as far as their workers tell
     paused: Paused | None = None  # by an operator
     at_us: int = 0  # by Redis's clock
+    process_deaths: int = 0  # in the last minute, as far as workers tell
 
     @property
     def active_report(self) -> BatcherReport | None:
@@ -211,6 +212,7 @@ def read_sample(first: Mapping[str, Any], further: Mapping[What, Any], at_us: in
     read = _permitted(first)
     told = {what: reply for what, reply in further.items() if not isinstance(reply, CommandError)}
     of_workers = [texts(flat) for (what, _), flat in told.items() if what == "memory"]
+    abouts = [read_about(of_worker.get("about", "")) for of_worker in of_workers]
     oldest_us = _arrival_us(told.get(("oldest", ""), ()))
     return ModelSample(
         waiting_entries=read["requests"],
@@ -224,6 +226,7 @@ def read_sample(first: Mapping[str, Any], further: Mapping[What, Any], at_us: in
         memory=[process for of_worker in of_workers for process in read_memory(of_worker).values()],
         paused=read_paused(texts(read["paused"])),
         at_us=at_us,
+        process_deaths=sum(about.deaths for about in abouts if about is not None),
     )
 
 

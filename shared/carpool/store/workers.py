@@ -68,6 +68,7 @@ class WorkerState(NamedTuple):
     order: DrainOrder | None  # of an operator, to drain
     since_ms: int | None = None  # it serves
     last_beat_ms: int | None = None
+    deaths: int = 0  # of its processes, in the last minute
 
     @property
     def host(self) -> str:
@@ -174,6 +175,7 @@ def read_states(model: str, members: Members, replies: Mapping[What, Any]) -> li
                 read_drain_order(orders[worker]) if worker in orders else None,
                 about.since_ms if about is not None else None,
                 last_end_ms - about.lease_ms if about is not None else None,
+                about.deaths if about is not None else 0,
             )
         )
     return states
