@@ -102,7 +102,7 @@ def _orders(workers: Sequence[WorkerState]) -> Iterator[str]:
 
 def _row(worker: WorkerState) -> tuple[str, ...]:
     """The cells below `_HEADINGS`."""
-    processes = [process for process in worker.processes if process.is_alive]
+    processes = worker.alive
     draining = sum(process.is_draining for process in processes)
     shown = f"{len(processes)}" + (f", {draining} draining" if 0 < draining < len(processes) else "")
     oldest = [at_ms for process in worker.processes if (at_ms := process.oldest_ms) is not None]

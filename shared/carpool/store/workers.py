@@ -77,12 +77,16 @@ class WorkerState(NamedTuple):
         return "" if parsed is None else parsed.host
 
     @property
+    def alive(self) -> list[ProcessState]:
+        """Its processes whose lease runs."""
+        return [process for process in self.processes if process.is_alive]
+
+    @property
     def state(self) -> str:
         """serving; draining, as it stops or because of an operator; or lost: no lease of it runs."""
-        alive = [process for process in self.processes if process.is_alive]
-        if not alive:
+        if not self.alive:
             return "lost"
-        drains = self.order is not None or all(process.is_draining for process in alive)
+        drains = self.order is not None or all(process.is_draining for process in self.alive)
         return "draining" if drains else "serving"
 
     @property
@@ -159,10 +163,10 @@ def read_states(model: str, members: Members, replies: Mapping[What, Any]) -> li
                 members.leases[name],
                 in_hand[name],
                 batches[name][:BATCHES_SHOWN],
-                memory.get(replica_of(name), UNKNOWN),
-                about.device(replica_of(name)) if about is not None else "",
+                memory.get(number, UNKNOWN),
+                about.device(number) if about is not None else "",
             )
-            for name in of_worker
+            for name, number in zip(of_worker, map(replica_of, of_worker), strict=True)
         ]
         last_end_ms = max(process.lease_ends_ms for process in processes)
         states.append(
