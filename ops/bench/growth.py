@@ -41,7 +41,6 @@ from carpool.store.connection import Link
 from carpool.store.directory import Directory
 from carpool.store.worker import WorkerStore
 from carpool.wire.audit import Actor
-from carpool.wire.report import BatcherReport
 from carpool.wire.tensors import tensor_head
 from carpool_cli.local.embedded import EmbeddedRedis
 
@@ -110,9 +109,8 @@ class Stack:
 
     def waiting(self) -> int:
         """How many requests the batcher has read, by its latest report."""
-        report = self.directory.overview("noop").report
-        decoded = None if report is None else BatcherReport.decode(report)
-        return -1 if decoded is None else decoded.gauges.waiting
+        report = self.directory.sample("noop").report
+        return -1 if report is None else report.gauges.waiting
 
     def send(self, entries: Sequence[Sequence[Any]]) -> None:
         """Add these entries, given by their fields."""

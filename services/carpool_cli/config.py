@@ -25,7 +25,6 @@ from carpool.store.overrides import (
     ConfiguredSetting,
     configure,
     describe_policy,
-    read_report,
     setting_name,
     shorten,
     verdict,
@@ -85,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
         workers = describe_workers(
             settings.model, read_differing(link, Keys(settings.model, settings.prefix))
         )
-        overview = directory.overview(settings.model)
-        report = verdict(directory, settings.model, policy) if changes else read_report(overview)
+        sample = directory.sample(settings.model)
+        report = verdict(directory, settings.model, policy) if changes else sample.active_report
     except ConfigError as error:
         complain(f"carpool config: {error}")
         return 2
@@ -96,8 +95,8 @@ def main(argv: Sequence[str]) -> int:
     finally:
         directory.close()
     doubts = ModelSettings.from_mapping({name: of.value for name, of in effective.items()}).doubts()
-    memory = describe_memory(effective["max_process_memory"].value, overview.memory)
-    paused = "" if overview.paused is None else f"{settings.model} is {overview.paused.describe()}"
+    memory = describe_memory(effective["max_process_memory"].value, sample.memory)
+    paused = "" if sample.paused is None else f"{settings.model} is {sample.paused.describe()}"
     notes = [note for note in (paused, *doubts, memory, workers, describe_policy(policy, report)) if note]
     status = 2 if changes and report is not None and report.rejected_settings else 0
     if asked:

@@ -68,7 +68,12 @@ def main(argv: Sequence[str]) -> int:
 def as_json(worker: WorkerState) -> dict[str, Any]:
     """A worker for programs."""
     processes = [
-        {**process._asdict(), "memory": process.memory._asdict(), "oldest_ms": process.oldest_ms}
+        {
+            **process._asdict(),
+            "batches": [held.batch for held in process.batches],
+            "memory": process.memory._asdict(),
+            "oldest_ms": process.oldest_ms,
+        }
         for process in worker.processes
     ]
     order = None if worker.order is None else worker.order._asdict()
@@ -97,7 +102,7 @@ def _orders(workers: Sequence[WorkerState]) -> Iterator[str]:
 
 def _row(worker: WorkerState) -> tuple[str, ...]:
     """The cells below `_HEADINGS`."""
-    processes = [process for process in worker.processes if process.is_alive]
+    processes = worker.alive
     draining = sum(process.is_draining for process in processes)
     shown = f"{len(processes)}" + (f", {draining} draining" if 0 < draining < len(processes) else "")
     oldest = [at_ms for process in worker.processes if (at_ms := process.oldest_ms) is not None]
@@ -109,17 +114,18 @@ def _row(worker: WorkerState) -> tuple[str, ...]:
         worker.state,
         shown,
         f"{sum(process.in_hand for process in worker.processes):,}",
-        _ago(worker.at_ms, min(oldest, default=None)),
+        _ago(worker, min(oldest, default=None)),
         taken if memory.resident else "-",
         ", ".join(dict.fromkeys(process.device for process in worker.processes if process.device)) or "-",
-        _ago(worker.at_ms, worker.since_ms),
-        _ago(worker.at_ms, worker.last_beat_ms),
+        _ago(worker, worker.since_ms),
+        _ago(worker, worker.last_beat_ms),
         worker.version or "-",
     )
 
 
-def _ago(now_ms: int, at_ms: int | None) -> str:
-    return "-" if at_ms is None else duration(max(0, now_ms - at_ms) / 1000)
+def _ago(worker: WorkerState, time_ms: int | None) -> str:
+    age_s = worker.age_s(time_ms)
+    return "-" if age_s is None else duration(age_s)
 
 
 def _fail(error: str) -> int:

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from carpool.figures import SAMPLES_MAX, Figures, ModelSample, Requests, figures
+from carpool.figures import SAMPLES_MAX, Figures, Requests, figures
+from carpool.store.directory import ModelSample
 
 POINTS_MAX: Final = 120
 POINT_S: Final = 5.0  # between two points of a curve

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from carpool.cluster import is_cluster, slot_of
+from carpool.keys import Keys
 from carpool.store.connection import Command, Link
 
 KEPT_BYTES: Final = 4096  # of a string: bodies are read off the socket and not kept
 _TIMEOUT_S: Final = 3.0
+What = TypeVar("What")
 
 
 class Links:
@@ -44,6 +46,15 @@ class Links:
             for at, reply in zip(places, found, strict=True):
                 replies[at] = reply
         return replies
+
+    def ask(
+        self, asked: Mapping[Keys, Mapping[What, Command]], *, cuts: bool = True
+    ) -> dict[Keys, dict[What, Any]]:
+        """Replies to what is asked of each model, by what the command asks, as `call_all`; no trip for
+        nothing."""
+        commands = [(keys.requests, command) for keys, of in asked.items() for command in of.values()]
+        replies = iter(self.call_all(commands, cuts=cuts) if commands else ())
+        return {keys: {what: next(replies) for what in of} for keys, of in asked.items()}
 
     def close(self) -> None:
         """Close all connections."""

@@ -13,18 +13,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from carpool.errors import UnavailableError
-from carpool.figures import ModelSample, figures
+from carpool.figures import figures
 from carpool.keys import NodesKeys
 from carpool.lifecycle import Loop
 from carpool.shown import name_of
 from carpool.store.connection import CommandError
 from carpool.store.nodes import NodeStore
+from carpool.store.workers import WorkerState
 from carpool.wire.nodes import Snapshot
-from carpool_console.details import ModelDetails, read_details
 from carpool_console.history import ModelHistory
 from carpool_console.links import Links
-from carpool_console.processes import Process, ProcessesReader
-from carpool_console.reading import ModelReading, ModelsReader, Reading, RedisState
+from carpool_console.reading import (
+    UNREAD,
+    ModelDetails,
+    ModelReading,
+    ModelsReader,
+    Reading,
+    RedisState,
+    read_details,
+    read_workers,
+)
 from carpool_console.trouble import Facts, Row, row_of, sorted_rows
 
 INTERVAL_S: Final = 1.0
@@ -35,7 +43,6 @@ FRESH_WAIT_S: Final = 2.0  # ... for as long
 DETAIL_WAIT_S: Final = 1.5  # for the batcher of a model at which nobody looked before
 DETAILS_MAX: Final = 16  # models whose details are read
 FORGOTTEN_S: Final = 600.0  # the history of a model that is gone
-UNKNOWN: Final = ModelSample(0, None, 0, 0, False)
 _IDLE_S: Final = 5.0  # how often the loop shows that it runs
 
 
@@ -57,12 +64,12 @@ class Overview(NamedTuple):
 
 
 class View(NamedTuple):
-    """What was read last. `processes`: of all models, or of those that are looked at; `nodes`: None if nobody
+    """What was read last. `workers`: of all models, or of those that are looked at; `nodes`: None if nobody
     looks at them, or they may not be read, for the reason in `nodes_problem`."""
 
     overview: Overview = Overview()
-    processes: Mapping[str, Sequence[Process]] = {}
-    has_all_processes: bool = False
+    workers: Mapping[str, Sequence[WorkerState]] = {}
+    has_all_workers: bool = False
     details: Mapping[str, ModelDetails] = {}
     nodes: Snapshot | None = None
     nodes_problem: str = ""
@@ -95,7 +102,7 @@ class _Looks:
 
 
 _ALL: Final = "models"
-_PROCESSES: Final = "processes"
+_WORKERS: Final = "workers"
 _NODES: Final = "nodes"
 _MODEL: Final = "model "
 
@@ -107,7 +114,6 @@ class SharedReader:
         self._prefix = prefix
         self._links = Links(url, name)
         self._models = ModelsReader(self._links, prefix)
-        self._processes = ProcessesReader(self._links, prefix)
         self._changed = threading.Condition()
         self._looks = _Looks()
         self._view = View()
@@ -138,16 +144,16 @@ class SharedReader:
         """Why Redis could not be read when it was tried last."""
         return self._view.overview.error
 
-    def look(self, model: str = "", *, processes: bool = False, nodes: bool = False) -> View:
-        """All models; the details of one; what processes do; nodes. Waits for a moment if what was read is
+    def look(self, model: str = "", *, workers: bool = False, nodes: bool = False) -> View:
+        """All models; the details of one; workers; nodes. Waits for a moment if what was read is
         old, or lacks what is asked for."""
         is_known = not self._view.overview.read_at_s or self._view.overview.row(model) is not None
-        wanted = {_ALL: True, _MODEL + model: bool(model) and is_known, _PROCESSES: processes, _NODES: nodes}
+        wanted = {_ALL: True, _MODEL + model: bool(model) and is_known, _WORKERS: workers, _NODES: nodes}
         things = [thing for thing, is_wanted in wanted.items() if is_wanted]
         with self._changed:
             is_first = not self._looks.look(*things)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._has(model, processes, nodes), FRESH_WAIT_S)
+            self._changed.wait_for(lambda: self._has(model, workers, nodes), FRESH_WAIT_S)
             if model and is_first:
                 self._changed.wait_for(lambda: self._has_detail(model), DETAIL_WAIT_S)
             return self._view
@@ -164,13 +170,13 @@ class SharedReader:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._view.overview.read_at_s > before_s, FRESH_WAIT_S)
 
-    def _has(self, model: str, processes: bool, nodes: bool) -> bool:
+    def _has(self, model: str, workers: bool, nodes: bool) -> bool:
         view = self._view
         if view.overview.error:
             return True
         return (
             time.monotonic() - view.overview.read_at_s < FRESH_S
-            and (not processes or view.has_all_processes)
+            and (not workers or view.has_all_workers)
             and (not nodes or view.nodes is not None or bool(view.nodes_problem))
             and (not model or model in view.details or view.overview.row(model) is None)
         )
@@ -187,10 +193,10 @@ class SharedReader:
             if not self._changed.wait_for(self._has_work, _IDLE_S) or self._is_stopping:
                 return
             models = self._looks.watched(_MODEL, DETAILS_MAX)
-            asks_processes, asks_nodes = map(self._looks.is_watched, (_PROCESSES, _NODES))
+            asks_workers, asks_nodes = map(self._looks.is_watched, (_WORKERS, _NODES))
         began_s = time.monotonic()
         try:
-            view = self._read(models, asks_processes, asks_nodes, began_s)
+            view = self._read(models, asks_workers, asks_nodes, began_s)
         except (UnavailableError, CommandError) as error:
             self._publish_failure(str(error), answers=isinstance(error, CommandError))
             raise  # the loop tries again after a pause, and reports it
@@ -213,7 +219,7 @@ class SharedReader:
         """Whether somebody looks at what nobody looked at before: it is read at once."""
         view = self._view
         return (
-            (self._looks.is_watched(_PROCESSES) and not view.has_all_processes)
+            (self._looks.is_watched(_WORKERS) and not view.has_all_workers)
             or (self._looks.is_watched(_NODES) and view.nodes is None and not view.nodes_problem)
             or not set(self._looks.watched(_MODEL, DETAILS_MAX)).issubset(models)
         )
@@ -227,15 +233,15 @@ class SharedReader:
             self._view = view
             self._changed.notify_all()
 
-    def _read(self, models: Sequence[str], asks_processes: bool, asks_nodes: bool, at_s: float) -> View:
+    def _read(self, models: Sequence[str], asks_workers: bool, asks_nodes: bool, at_s: float) -> View:
         reading = self._models.read()
         known = [model for model in models if model in reading.models]
-        of_processes = reading.models if asks_processes else {name: reading.models[name] for name in known}
+        with_workers = reading.models if asks_workers else {name: reading.models[name] for name in known}
         nodes, problem = self._read_nodes() if asks_nodes else (None, "")
         return View(
             self._digested(reading, at_s),
-            self._processes.read(of_processes, reading.at_us),
-            asks_processes,
+            read_workers(self._links, self._prefix, with_workers),
+            asks_workers,
             read_details(self._links, self._prefix, known),
             nodes,
             problem,
@@ -261,7 +267,7 @@ class SharedReader:
             return row_of(self._facts(name, read, at_us, at_s))
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             self._histories.pop(name, None)
-            return row_of(Facts(figures(name, None, UNKNOWN), error=f"its report makes no sense: {error}"))
+            return row_of(Facts(figures(name, None, UNREAD), error=f"its report makes no sense: {error}"))
 
     def _facts(self, name: str, read: ModelReading, at_us: int, at_s: float) -> Facts:
         _, history = self._histories.get(name, (0.0, None))
@@ -275,7 +281,7 @@ class SharedReader:
             history.figures,
             history.minute,
             history.in_per_s,
-            draining=len(read.draining),
+            draining=len(read.members.draining),
             dead_newest_s=None if newest_ms is None else max(0.0, at_us / 1e6 - newest_ms / 1e3),
             points=tuple(history.points),
         )

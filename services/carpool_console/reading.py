@@ -1,22 +1,31 @@
 """What the console reads of Redis: fixed numbers of commands a model, each of which is bounded.
 
-No command depends on how many requests wait, or on how many dead letters there are, and no body is kept. Two
-round trips take what a page shows of all models, and a third what only some have.
+No command depends on how many requests wait, or on how many dead letters there are, and no body is kept. Of
+all models three round trips take what pages show, and one more each what is read only where somebody looks
+at it: the workers, or the details of a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from carpool.figures import ModelSample
 from carpool.keys import MODEL_NAME, Keys, loading_key, models_key
-from carpool.store.connection import Argument, Command, CommandError
-from carpool.store.directory import alive, texts
+from carpool.store.connection import Command, CommandError
+from carpool.store.detail import WATCHED_MS
+from carpool.store.directory import (
+    ModelSample,
+    What,
+    further_commands,
+    names,
+    read_sample,
+    sample_commands,
+    texts,
+)
 from carpool.store.eviction import warning_of
-from carpool.wire.orders import read_paused
-from carpool.wire.report import BatcherReport
-from carpool.wire.requests import arrival_of
+from carpool.store.workers import Members, WorkerState, commands_for, read_states
+from carpool.wire.detail import ModelDetail
+from carpool.wire.traffic import read_shares
 from carpool_console.links import Links
 
 MODELS_MAX: Final = 1000  # that are read
@@ -36,13 +45,15 @@ class RedisState(NamedTuple):
         return self.used_bytes / self.limit_bytes if self.limit_bytes else None
 
 
+UNREAD: Final = ModelSample(0, None, 0, 0, False)
+_NOBODY: Final = Members(0, {}, frozenset(), ())
+
+
 class ModelReading(NamedTuple):
-    """A model as Redis has it. `error`: why it could not be read."""
+    """A model as Redis has it. `members`: whose leases run. `error`: why it could not be read."""
 
     sample: ModelSample
-    processes: Sequence[str] = ()  # alive
-    draining: Sequence[str] = ()
-    versions: Sequence[str] = ()
+    members: Members = _NOBODY
     dead_newest_ms: int | None = None  # when the newest dead letter was written
     error: str = ""
 
@@ -79,51 +90,39 @@ class ModelsReader:
             ]
         )
         at_us = int(_raised(at)[0]) * 1_000_000 + int(at[1])
-        names = list(filter(MODEL_NAME.fullmatch, _names(_raised(registered))))
-        known = set(names)
-        new = [one for one in _names(loading) if one not in known and MODEL_NAME.fullmatch(one)]
-        chosen = sorted([*names, *new])[:MODELS_MAX]
+        known = _model_names(_raised(registered))
+        new = sorted(set(_model_names(loading)).difference(known))
+        chosen = sorted([*known, *new])[:MODELS_MAX]
         models = self._read_models(chosen, at_us)
         for name in new:
             if name in models and not models[name].sample.loading:
                 del models[name]  # its worker has gone
-        return Reading(at_us, models, _redis_state(memory), len(names) + len(new) - len(chosen))
+        return Reading(at_us, models, _redis_state(memory), len(known) + len(new) - len(chosen))
 
-    def _read_models(self, names: Sequence[str], at_us: int) -> dict[str, ModelReading]:
-        commands = {name: _commands(Keys(name, self._prefix)) for name in names}
-        flat = [(Keys(name, self._prefix).requests, one) for name in names for one in commands[name].values()]
-        replies = iter(self._links.call_all(flat))
-        read = {name: {what: next(replies) for what in commands[name]} for name in names}
-        more = self._read_more(read, at_us)
-        return {name: _decoded(read[name], more[name], at_us) for name in names}
+    def _read_models(self, chosen: Sequence[str], at_us: int) -> dict[str, ModelReading]:
+        asked = {keys: _commands(keys) for keys in (Keys(name, self._prefix) for name in chosen)}
+        first = self._links.ask(asked)
+        models: dict[str, ModelReading] = {}
+        further: dict[Keys, dict[What, Command]] = {}
+        for keys, replies in first.items():
+            try:
+                further[keys] = further_commands(keys, replies, at_us)
+            except CommandError as error:
+                models[keys.model] = ModelReading(UNREAD, error=str(error))
+                continue
+            if self._is_dead_unknown(keys.model, replies["dead"], at_us):
+                further[keys][_NEWEST] = ("XREVRANGE", keys.dead, "+", "-", "COUNT", 1)
+        for keys, more in self._links.ask(further).items():
+            self._note_dead(keys.model, first[keys]["dead"], more.pop(_NEWEST, ()), at_us)
+            _, newest_ms, _ = self._dead.get(keys.model, (0, None, 0))
+            models[keys.model] = ModelReading(
+                read_sample(first[keys], more, at_us), _living(first[keys], at_us // 1000), newest_ms
+            )
+        return models
 
-    def _read_more(self, read: Mapping[str, Mapping[str, Any]], at_us: int) -> dict[str, dict[str, Any]]:
-        """What only some models have: batches of versions, an oldest request that no batcher reports, dead
-        letters."""
-        wanted: list[tuple[str, str, Command]] = []
-        for name, replies in read.items():
-            keys = Keys(name, self._prefix)
-            wanted += [
-                (name, "batches", ("XLEN", keys.batches_of(one))) for one in _names(replies["versions"])
-            ]
-            if _number(replies["requests"]) and not (replies["batcher"] == 1 and replies["report"]):
-                wanted.append((name, "oldest", ("XRANGE", keys.requests, "-", "+", "COUNT", 1)))
-            if self._is_dead_unknown(name, _number(replies["dead"]), at_us):
-                wanted.append((name, "newest", ("XREVRANGE", keys.dead, "+", "-", "COUNT", 1)))
-        found: dict[str, dict[str, Any]] = {name: {"batches": 0} for name in read}
-        calls = [(Keys(name, self._prefix).requests, command) for name, _, command in wanted]
-        for (name, what, _), reply in zip(wanted, self._links.call_all(calls) if calls else (), strict=True):
-            if what == "batches":
-                found[name][what] += _number(reply)
-            elif what == "oldest":
-                found[name][what] = _arrival_us(reply)
-            elif reply and not isinstance(reply, CommandError):
-                newest_ms = int(bytes(reply[0][0]).partition(b"-")[0])
-                self._dead[name] = (_number(read[name]["dead"]), newest_ms, at_us)
-        for name in read:
-            if name in self._dead and _number(read[name]["dead"]):
-                found[name]["dead_newest_ms"] = self._dead[name][1]
-        return found
+    def _note_dead(self, name: str, dead: int, newest: Any, at_us: int) -> None:
+        if newest and not isinstance(newest, CommandError):
+            self._dead[name] = (dead, int(bytes(newest[0][0]).partition(b"-")[0]), at_us)
 
     def _is_dead_unknown(self, name: str, dead: int, at_us: int) -> bool:
         if not dead:
@@ -133,67 +132,19 @@ class ModelsReader:
         return known is None or known[0] != dead or at_us - known[2] > DEAD_AGAIN_S * 1e6
 
 
+_NEWEST: Final[What] = ("newest", "")
+
+
 def _commands(keys: Keys) -> dict[str, Command]:
-    """What is read of each model, by name. Each is answered in constant time, or by a few processes."""
-    return {
-        "requests": ("XLEN", keys.requests),
-        "batches": ("XLEN", keys.batches),
-        "workers": ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
-        "draining": ("SMEMBERS", keys.draining),
-        "batcher": ("EXISTS", keys.batcher),
-        "report": ("GET", keys.report),
-        "dead": ("XLEN", keys.dead),
-        "loading": ("EXISTS", keys.loading),
-        "versions": ("SMEMBERS", keys.versions),
-        "paused": ("HGETALL", keys.paused),
-    }
+    """What is read of each model first, by what it tells."""
+    return {**sample_commands(keys), "draining": ("SMEMBERS", keys.draining)}
 
 
-# Without permission for these, or where a user wrote the key, a model is shown all the same.
-_OPTIONAL: Final[Mapping[str, Any]] = {
-    "draining": (),
-    "versions": (),
-    "loading": 0,
-    "report": None,
-    "paused": (),
-}
-
-
-def _decoded(read: Mapping[str, Any], more: Mapping[str, Any], at_us: int) -> ModelReading:
-    replies = dict(read)
-    for name, reply in read.items():
-        if isinstance(reply, CommandError):
-            if name not in _OPTIONAL:
-                return ModelReading(ModelSample(0, None, 0, 0, False), error=str(reply))
-            replies[name] = _OPTIONAL[name]
-    processes = alive(replies["workers"], at_us // 1000)
-    report = BatcherReport.decode(bytes(replies["report"])) if replies["report"] else None
-    oldest_us = more.get("oldest")
-    sample = ModelSample(
-        waiting_entries=replies["requests"],
-        oldest_s=None if oldest_us is None else max(0, at_us - oldest_us) / 1e6,
-        batches_in_flight=replies["batches"] + more["batches"],
-        model_processes=len(processes),
-        batcher=bool(replies["batcher"]),
-        report=report,
-        dead=replies["dead"],
-        loading=bool(replies["loading"]),
-        paused=read_paused(_texts(replies["paused"])),
-    )
-    draining = [name for name in _names(replies["draining"]) if name in processes]
-    return ModelReading(
-        sample, processes, draining, sorted(_names(replies["versions"])), more.get("dead_newest_ms")
-    )
-
-
-def _arrival_us(reply: Any) -> int | None:
-    """When the request of the only entry in this reply arrived."""
-    if isinstance(reply, CommandError) or not reply:
-        return None
-    entry_id, fields = reply[0]
-    arrival = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"arrival", b"")
-    is_number = isinstance(arrival, bytes) and arrival.isdigit()
-    return int(arrival) * 1000 if is_number else arrival_of(entry_id.decode())
+def _living(first: Mapping[str, Any], at_ms: int) -> Members:
+    """Whose leases run. Without permission to read who drains, nobody does."""
+    members = Members.of(at_ms, first["workers"], _members(first["draining"]), _members(first["versions"]))
+    leases = {process: end_ms for process, end_ms in members.leases.items() if end_ms > at_ms}
+    return members._replace(leases=leases, draining=members.draining & leases.keys())
 
 
 def _redis_state(reply: Any) -> RedisState | None:
@@ -210,17 +161,62 @@ def _raised(reply: Any) -> Any:
     return reply
 
 
-def _names(reply: Iterable[Argument] | CommandError) -> list[str]:
-    """Names in a set; none if it cannot be read."""
-    if isinstance(reply, CommandError):
-        return []
-    return [name for one in reply if isinstance(one, bytes) and (name := one.decode("utf-8", "replace"))]
+def _model_names(members: Any) -> list[str]:
+    return list(filter(MODEL_NAME.fullmatch, names(_members(members))))
 
 
-def _texts(flat: Sequence[Any]) -> dict[str, str]:
-    """A hash whose values are short; what is not was left out."""
-    return texts([text if isinstance(text, bytes) else b"" for text in flat])
+def _members(reply: Any) -> Any:
+    """Of a set; none if it cannot be read."""
+    return () if isinstance(reply, CommandError) else reply
 
 
-def _number(reply: Any) -> int:
-    return reply if isinstance(reply, int) else 0
+# --- where somebody looks ----------------------------------------------------------------------------------
+
+
+class ModelDetails(NamedTuple):
+    """A model that somebody looks at. `detail` is None if its batcher does not tell; `problem`: why that may
+    be, if Redis refuses to ask."""
+
+    detail: ModelDetail | None
+    registration: Mapping[str, str]
+    overrides: Mapping[str, str]
+    shares: Mapping[str, int]
+    problem: str = ""
+
+
+def read_workers(
+    links: Links, prefix: str, models: Mapping[str, ModelReading]
+) -> dict[str, list[WorkerState]]:
+    """The living workers of these models. Raises LinkError."""
+    members = {Keys(name, prefix): read.members for name, read in models.items() if read.members.leases}
+    asked = {keys: commands_for(keys, of_model) for keys, of_model in members.items()}
+    replies = links.ask(asked, cuts=False)
+    return {keys.model: read_states(keys.model, members[keys], of) for keys, of in replies.items()}
+
+
+def read_details(links: Links, prefix: str, models: Sequence[str]) -> dict[str, ModelDetails]:
+    """The details of these models, which their batchers tell while they are asked. Raises LinkError."""
+    asked: dict[Keys, dict[str, Command]] = {
+        keys: {
+            "watched": ("SET", keys.watched, 1, "PX", WATCHED_MS),
+            "detail": ("GET", keys.detail),
+            "registration": ("HGETALL", keys.registration),
+            "overrides": ("HGETALL", keys.overrides),
+            "shares": ("HGETALL", keys.shares),
+        }
+        for keys in (Keys(model, prefix) for model in models)
+    }
+    return {keys.model: _details(replies) for keys, replies in links.ask(asked, cuts=False).items()}
+
+
+def _details(replies: Mapping[str, Any]) -> ModelDetails:
+    detail = replies["detail"]
+    return ModelDetails(
+        ModelDetail.decode(detail) if isinstance(detail, bytes) else None,
+        texts(_members(replies["registration"])),
+        texts(_members(replies["overrides"])),
+        read_shares(texts(_members(replies["shares"]))),
+        "; ".join(
+            str(error) for name in ("watched", "detail") if isinstance(error := replies[name], CommandError)
+        ),
+    )

@@ -130,6 +130,10 @@ def _of_processes(facts: Facts) -> list[Trouble]:
             found.append(Trouble(missing, f"no worker runs; {waiting}"))
     elif facts.draining >= figures.model_processes:
         found.append(Trouble(missing, "all its processes drain, and take no more batches"))
+    if figures.process_deaths:
+        times = f"{plural(figures.process_deaths, 'time')} in the last minute"
+        late = "what they had is executed again; the log of their worker says why"
+        found.append(Trouble(Severity.HURTS, f"its model processes died {times}: {late}"))
     if facts.minute.takeovers >= TAKEOVERS_MIN:
         times = f"{facts.minute.takeovers:,} times in the last minute"
         found.append(Trouble(Severity.HURTS, f"a batcher began anew {times}: its log says why"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -37,6 +39,8 @@ _REASONS: Final = {
     INTERNAL: "model",
 }
 REPLACED_REASONS: Final = ("requests", "memory")
+_RECENT_S: Final = 60.0
+_RECENT_DEATHS_MAX: Final = 1000  # that are counted
 # Statuses that only a model returns. All others that it makes up are counted together as "other".
 _MODEL_STATUSES: Final = frozenset(
     (RESOURCE_EXHAUSTED, CANCELLED, PERMISSION_DENIED, UNAVAILABLE, UNIMPLEMENTED, NOT_FOUND)
@@ -121,6 +125,7 @@ class WorkerMetrics(CommonMetrics):
         self._deaths = self._counter(
             "carpool_model_process_deaths", "Model processes that died or were retired"
         )
+        self._died_s: deque[float] = deque(maxlen=_RECENT_DEATHS_MAX)
         self._steps = self._counter("carpool_steps", "Steps that a stepping model took")
         self._step = self._histogram("carpool_step_seconds", "Time that a step takes")
         self._chunks = self._counter("carpool_chunks", "Values that a stepping model emitted for streams")
@@ -264,6 +269,13 @@ class WorkerMetrics(CommonMetrics):
     def process_died(self) -> None:
         """A model process died, or was retired."""
         self._deaths.inc()
+        self._died_s.append(time.monotonic())
+
+    @property
+    def recent_deaths(self) -> int:
+        """How many did in the last minute."""
+        since_s = time.monotonic() - _RECENT_S
+        return sum(died_s > since_s for died_s in list(self._died_s))  # a copy: other threads append
 
     def process_replaced(self, reason: str) -> None:
         """A model process that worked was replaced."""

@@ -43,7 +43,7 @@ from carpool.store.eviction import eviction_warning
 from carpool.store.link_errors import reason_of
 from carpool.store.steps import StepStore
 from carpool.store.worker import WorkerStore
-from carpool.wire.orders import encode_about
+from carpool.wire.orders import About, encode_about
 from carpool.wire.registration import encode_registration, encode_settings_from
 from carpool_worker.batch_log import BatchLog
 from carpool_worker.batch_sources import Fetcher
@@ -122,7 +122,7 @@ class Worker:
         self._waiting_for = "the model is loading"  # empty once everything is started
         self._draining = False
         self._operator_drain = OperatorDrain(self._name)
-        self._about = ""  # for `carpool workers`
+        self._since_ms: int | None = None  # when it began to serve
         self.failed = threading.Event()
         self._log = structlog.get_logger().bind(model=keys.model)
         self._batch_log = BatchLog(keys.model, self._name)
@@ -362,16 +362,16 @@ class Worker:
         return report
 
     def _tell_memory(self, store: WorkerStore) -> None:
-        """For `carpool top`. The leases of this worker must not depend on it."""
+        """For `carpool top` and `carpool workers`. The leases of this worker must not depend on it."""
         told = [ProcessMemory(resident(), on_gpus()) for resident, on_gpus in self._memory]
         with contextlib.suppress(CommandError):  # Redis is full, or has older rules for this role
             store.tell_memory(self._name, told, MEMORY_TTL_MS, self._about_itself())
 
     def _about_itself(self) -> str:
-        if not self._about:  # it serves from now on
-            devices = [process.device for process in self._processes]
-            self._about = encode_about(self._clock.now_us() // 1000, self._lease_ms, devices)
-        return self._about
+        if self._since_ms is None:  # it serves from now on
+            self._since_ms = self._clock.now_us() // 1000
+        devices = [process.device for process in self._processes]
+        return encode_about(About(self._since_ms, self._lease_ms, devices, self._metrics.recent_deaths))
 
     @staticmethod
     def _memory_of(process: ProcessHandle) -> MemoryGauges:

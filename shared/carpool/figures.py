@@ -13,28 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from carpool.errors import UnavailableError
-from carpool.store.connection import CommandError
-from carpool.store.directory import Directory, ProcessMemory
+from carpool.store.directory import Directory, ModelSample, ProcessMemory
 from carpool.wire.orders import Paused
 from carpool.wire.report import BatcherReport, SequencesReport, VersionReport, WantedReport
 
 INTERVAL_S: Final = 1.0
 SAMPLES_MAX: Final = 6  # rates cover the time from the oldest of them to the newest: 5 s
-
-
-class ModelSample(NamedTuple):
-    """A model at one time: what its Redis keys show, and the report of its batcher if there is one."""
-
-    waiting_entries: int
-    oldest_s: float | None
-    batches_in_flight: int
-    model_processes: int
-    batcher: bool
-    report: BatcherReport | None = None
-    dead: int = 0  # dead letters
-    loading: bool = False  # a worker loads it
-    memory: Sequence[ProcessMemory] = ()  # of its processes, as far as their workers tell
-    paused: Paused | None = None  # by an operator
 
 
 Sample = Mapping[str, ModelSample]
@@ -124,6 +108,7 @@ class Figures(NamedTuple):
     versions: Mapping[str, VersionReport] = {}  # what workers of each did since the batcher became active
     paused: Paused | None = None  # by an operator
     wanted: WantedReport | None = None  # workers; None: no batcher reports it
+    process_deaths: int = 0  # model processes that died in the last minute, as far as workers tell
 
     def as_json(self) -> dict[str, Any]:
         """As plain dicts, for `json.dumps`."""
@@ -152,8 +137,9 @@ def figures(model: str, before: ModelSample | None, now: ModelSample) -> Figures
     known_without_report = Figures(
         model, now.batcher, now.model_processes, now.waiting_entries, now.oldest_s, now.batches_in_flight,
         dead=now.dead, loading=now.loading, memory=_memory(now.memory), paused=now.paused,
+        process_deaths=now.process_deaths,
     )  # fmt: skip
-    report = now.report if now.batcher else None
+    report = now.active_report
     if report is None:
         return known_without_report
     base = _base_report(before.report if before is not None else None, report)
@@ -287,36 +273,7 @@ def take_sample(directory: Directory, only_model: str = "") -> Sample:
         sampled = sorted([*models, *directory.loading(models)])
     else:
         sampled = [only_model] if only_model in models or directory.is_loading(only_model) else []
-    return {model: _sample_model(directory, model) for model in sampled}
-
-
-def _sample_model(directory: Directory, model: str) -> ModelSample:
-    overview = directory.overview(model)
-    report = None if overview.report is None else BatcherReport.decode(overview.report)
-    oldest_s = None
-    if overview.waiting_entries and not (overview.batcher and report):
-        oldest_s = _oldest_s(directory, model, overview.at_us)
-    return ModelSample(
-        overview.waiting_entries,
-        oldest_s,
-        overview.batches_in_flight,
-        overview.model_processes,
-        overview.batcher,
-        report,
-        overview.dead,
-        overview.loading,
-        overview.memory,
-        overview.paused,
-    )
-
-
-def _oldest_s(directory: Directory, model: str, now_us: int) -> float | None:
-    """The age of the stream's first entry, if no batcher reports it; None if the ACL forbids reading it."""
-    try:
-        arrival_us = directory.oldest_arrival_us(model)
-    except CommandError:
-        return None
-    return None if arrival_us is None else max(0, now_us - arrival_us) / 1e6
+    return {model: directory.sample(model) for model in sampled}
 
 
 class RecentFigures:

@@ -46,6 +46,12 @@ def worker_of(replica: str) -> str:
     return replica.partition("/")[0]
 
 
+def replica_of(name: str) -> int:
+    """The number of the replica that has this name; -1 if it has another form."""
+    parsed = parse_process_name(name)
+    return -1 if parsed is None or parsed.replica is None else parsed.replica
+
+
 def parse_process_name(name: str) -> ProcessName | None:
     """The parts of a name; None if it has another form. A host's name may contain hyphens."""
     process, slash, life = name.partition("/")

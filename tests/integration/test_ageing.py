@@ -60,9 +60,7 @@ def test_no_request_fails_while_processes_are_replaced_many_times(stack: Stack, 
     assert len(memory) == 2 and all(float(line.split()[-1]) > 10 * MIB for line in memory)
     directory = Directory(Link(stack.url, name="test"), DEFAULT_PREFIX)
     wait_until(
-        lambda: (
-            [process.resident > 10 * MIB for process in directory.overview("Renewed").memory] == [True] * 2
-        ),
+        lambda: [process.resident > 10 * MIB for process in directory.sample("Renewed").memory] == [True] * 2,
         description="`carpool top` can show what both processes take",
     )
     directory.close()

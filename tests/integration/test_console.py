@@ -24,9 +24,10 @@ from starlette.routing import Route
 import carpool_console.app
 import carpool_console.reader
 import carpool_console.server
-from carpool.keys import Keys, models_key
+from carpool.keys import DEFAULT_PREFIX, Keys, models_key
 from carpool.settings import ConsoleSettings, read_settings
 from carpool.store.connection import Link
+from carpool.store.directory import Directory
 from carpool.store.operations import Operations
 from carpool.wire.audit import Actor
 from carpool.wire.report import BatcherReport, Gauges
@@ -309,17 +310,42 @@ def test_many_who_look_cost_redis_what_one_costs(shared: Stack, monkeypatch: pyt
     reader.start()
     try:
         assert rounds == [], "nobody looks"
-        looking = [threading.Thread(target=reader.look, kwargs={"processes": True}) for _ in range(20)]
+        looking = [threading.Thread(target=reader.look, kwargs={"workers": True}) for _ in range(20)]
         for thread in looking:
             thread.start()
         for thread in looking:
             thread.join()
-        view = reader.look(processes=True)
+        view = reader.look(workers=True)
         assert view.overview.row("Echo") is not None
-        assert len(view.processes["Echo"]) == 1
+        assert [len(worker.processes) for worker in view.workers["Echo"]] == [1]
     finally:
         reader.stop()
     assert len(rounds) <= 2 + (rounds[-1] - rounds[0]) / INTERVAL_S
+
+
+def test_a_model_whose_processes_die_does_not_look_as_if_all_were_well(tmp_path: Path) -> None:
+    """Given a request that ends its process, expect that the pages and `carpool top` say so, also to those
+    who look later."""
+    with Stack(tmp_path) as stack:
+        stack.batcher()
+        model = stack.serve("faulty.py:Faulty")
+        assert stack.result(model, stack.send(model, body='"kill"'))["status"] == "ABORTED"
+        deaths = len(stack.events("model process died"))
+        directory = Directory(Link(stack.url, name="test"), DEFAULT_PREFIX)
+
+        def is_told() -> bool:
+            sample = directory.sample(model)
+            return sample.process_deaths == deaths and bool(sample.report and sample.report.failed)
+
+        wait_until(is_told, description="worker and batcher have told")
+        directory.close()
+        console = stack.console()
+        browser = Browser(console)
+        browser.sign_in(*printed_password(console))
+        died = f"died {deaths} times in the last minute"
+        for page in ("/", f"/models/{model}", "/workers"):
+            assert died.encode() in browser.get(page).body, page
+        assert re.search(f"model processes +{died}", carpool(stack.url, "top", "--once").stdout)
 
 
 def test_models_of_a_cluster_are_read_from_their_nodes() -> None:
@@ -333,7 +359,7 @@ def test_models_of_a_cluster_are_read_from_their_nodes() -> None:
         reader = SharedReader(cluster.url, "carpool", "test", lambda _: None)
         reader.start()
         try:
-            overview = reader.look(names[0], processes=True, nodes=True).overview
+            overview = reader.look(names[0], workers=True, nodes=True).overview
             assert [(row.model, row.figures.waiting) for row in overview.rows] == [(one, 1) for one in names]
             cluster.move(Keys(names[3]).requests)
             cluster.primary_of(Keys(names[3]).requests).redis.xadd(Keys(names[3]).requests, {"body": "2"})

@@ -13,7 +13,7 @@ import pytest
 from carpool.model_settings import ModelKind, ModelSettings
 from carpool.settings import read_settings
 from carpool.store import overrides
-from carpool.store.directory import ModelOverview, ProcessMemory
+from carpool.store.directory import ModelSample, ProcessMemory
 from carpool.store.overrides import (
     SHOWN_CHARS_MAX,
     ConfigError,
@@ -322,10 +322,10 @@ class DirectoryWithBatcher(FakeDirectory):
 
     batcher = True
 
-    def overview(self, model: str) -> ModelOverview:
+    def sample(self, model: str) -> ModelSample:
         gauges = Gauges(0, 0, 0.0, 0, 0, 1)
         report = BatcherReport("me", 1, 2, gauges, {}, 0, 0, {}, (), None, policies=("mine.py:Balanced",))
-        return ModelOverview(2, 0, 0, 1, self.batcher, report.encode().encode(), 0)
+        return ModelSample(0, None, 0, 1, self.batcher, report, at_us=2)
 
 
 def test_policy_that_the_batcher_has_not_loaded_is_rejected() -> None:
@@ -381,9 +381,9 @@ class ReportingDirectory(FakeDirectory):
         super().__init__({}, {})
         self.reports = list(reports)
 
-    def overview(self, model: str) -> ModelOverview:
+    def sample(self, model: str) -> ModelSample:
         report = self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]
-        return ModelOverview(10, 0, 0, 1, report is not None, report.encode().encode() if report else None, 0)
+        return ModelSample(0, None, 0, 1, report is not None, report, at_us=10)
 
 
 BEFORE: Final = replace(REPORT, at_us=9, rejected_settings="")

@@ -10,15 +10,16 @@ import pytest
 
 from carpool.figures import Figures
 from carpool.settings import ConsoleSettings, read_settings
+from carpool.store.directory import ProcessMemory
+from carpool.store.workers import HeldBatch, ProcessState, WorkerState
 from carpool.wire.detail import BatchDetail, ErrorDetail, LaneDetail, ModelDetail, TenantDetail
 from carpool.wire.nodes import NodeReport, Seat, SeatName, SeatState, Snapshot, Wanted
 from carpool.wire.orders import DrainOrder
 from carpool_console.app import STATIC
 from carpool_console.console import TEMPLATES, Console
-from carpool_console.details import ModelDetails
 from carpool_console.pages import model, nodes
-from carpool_console.processes import HeldBatch, Process
 from carpool_console.reader import Overview, SharedReader
+from carpool_console.reading import ModelDetails
 from carpool_console.trouble import Facts, row_of
 from carpool_console.users import Users
 
@@ -59,30 +60,15 @@ def test_all_that_a_producer_names_is_text(console: Console) -> None:
         ATTACK, 2, 1, 1, 1, lanes=(lane,), tenants=(tenant,), batches=(batch,), errors=(error,)
     )
     details = ModelDetails(detail, {"parameters": "{}"}, {}, {})
-    held = HeldBatch("1-0", 3.0, 2)
-    process = Process(
-        ATTACK,
-        ATTACK,
-        "",
-        None,
-        "m",
-        ATTACK,
-        True,
-        DrainOrder(ATTACK, 0),
-        9.0,
-        ATTACK,
-        1.0,
-        [held],
-        1024,
-        None,
-    )
-    html = console.html("model.html", {**shared(ATTACK), **model_context(details, [process])})
+    process = ProcessState(ATTACK, True, True, 9, 1, [HeldBatch("1-0", 2)], ProcessMemory(1024, 0), ATTACK)
+    worker = WorkerState("m", ATTACK, 3_000, ATTACK, [process], DrainOrder(ATTACK, 0), since_ms=0)
+    html = console.html("model.html", {**shared(ATTACK), **model_context(details, [worker])})
     check(html)
     assert html.count(SHOWN) >= 14
     assert '<details class="long">' in html
 
 
-def model_context(details: ModelDetails, processes: list[Process]) -> dict[str, Any]:
+def model_context(details: ModelDetails, workers: list[WorkerState]) -> dict[str, Any]:
     of = row_of(Facts(Figures("m", True, 1, 3, 1.0, 1, rejected_settings=ATTACK)))
     overview = Overview([of], None, 1.0, 5_000_000, error=ATTACK)
     return {
@@ -92,7 +78,7 @@ def model_context(details: ModelDetails, processes: list[Process]) -> dict[str, 
         "details": details,
         "detail": details.detail,
         "batches": details.detail.batches if details.detail is not None else (),
-        "processes": processes,
+        "workers": workers,
         "curves": model._curves(of, 1.0),
         "latency": model._latency(of.figures, details.detail),
         "learned": [],

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from carpool.figures import Figures, ModelSample
+from carpool.figures import Figures
+from carpool.store.directory import ModelSample
 from carpool.wire.orders import Paused
 from carpool.wire.report import BatcherReport, Gauges
 from carpool_console.charts import latency_curve, spark
@@ -50,6 +51,7 @@ def row(minute: Minute | None = None, *, facts: Facts | None = None, **changed: 
         ),
         (row(Minute(60.0, takeovers=1)), "serving", Severity.FINE, ""),
         (row(Minute(60.0, takeovers=9)), "serving", Severity.HURTS, "began anew 9 times in the last minute"),
+        (row(process_deaths=7), "serving", Severity.HURTS, "its model processes died 7 times in the last"),
         (row(Minute(60.0, missed={"early": 1})), "serving", Severity.HURTS, "1 deadline missed"),
         (
             row(Minute(60.0, missed={"waiting": 9}, refused={"DEADLINE_EXCEEDED/waiting": 9})),

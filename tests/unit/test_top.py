@@ -18,7 +18,6 @@ import carpool.figures
 from carpool.errors import UnavailableError
 from carpool.figures import (
     Figures,
-    ModelSample,
     RecentFigures,
     Requests,
     Sample,
@@ -27,7 +26,7 @@ from carpool.figures import (
     compare,
     figures,
 )
-from carpool.store.directory import ProcessMemory
+from carpool.store.directory import ModelSample, ProcessMemory
 from carpool.wire.report import BatcherReport, Gauges, SequencesReport, SteppingReport
 from carpool_cli.screen import plain_lines
 from carpool_cli.top import command
@@ -167,7 +166,7 @@ def test_json_keys_are_stable() -> None:
         *("requests_in_flight", "withheld", "over_s", "requests_per_s", "batches_per_s", "fill", "reasons"),
         *("p50_ms", "p99_ms", "learned", "refused", "batches", "requests", "active_s", "rejected_settings"),
         *("policy", "missed", "stepping", "sequences", "failed", "last_error", "last_error_s", "dead"),
-        *("loading", "memory", "versions", "paused", "wanted"),
+        *("loading", "memory", "versions", "paused", "wanted", "process_deaths"),
     ]
 
 

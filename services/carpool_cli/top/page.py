@@ -232,12 +232,16 @@ def _further(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _missing(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
+    """Who is missing, or dies again and again."""
     if not model.batcher:
         yield "batcher", ["none is active: nothing is dispatched until `carpool batcher` runs"]
     elif model.over_s is None:
         yield "batcher", ["one is active, but its report is missing or of another version"]
     if not model.model_processes:
         yield "workers", ["no model process is alive: start a worker with `carpool worker`"]
+    if model.process_deaths:
+        times = count(model.process_deaths, "time")
+        yield "model processes", [f"died {times} in the last minute; the log of their worker says why"]
 
 
 def _of_batches(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:

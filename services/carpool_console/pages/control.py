@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from carpool.keys import Keys, NodesKeys
-from carpool.process_names import worker_of
 from carpool.store.connection import Link
 from carpool.store.declarations import Declarations
-from carpool.store.directory import Directory, alive, no_errors, texts
+from carpool.store.directory import Directory
 from carpool.store.nodes import NodeStore
 from carpool.store.operations import Operations
 from carpool.store.traffic import Traffic
-from carpool.wire.orders import REASON_CHARS_MAX, DrainOrder, read_drain_order
+from carpool.store.workers import WorkerState, read_workers
+from carpool.wire.orders import REASON_CHARS_MAX
 from carpool.wire.registration import versions_of
 from carpool.wire.traffic import parse_share
 from carpool_console.access import RefusedError, console_of, done, form_of, operator, render, viewer
 from carpool_console.acting import actor_of, ask, keys_of
 from carpool_console.console import Console
 from carpool_console.formats import plural
-
-
-class Worker(NamedTuple):
-    """A worker of a model. `processes`: of this model, that live. `order`: an operator drains it."""
-
-    name: str
-    processes: int
-    order: DrainOrder | None
 
 
 def routes(console: Console) -> list[Route]:
@@ -78,16 +66,9 @@ def _check_registered(link: Link, keys: Keys) -> None:
         raise RefusedError(404, f"The model {keys.model} is not registered: no worker has served it.")
 
 
-def _workers(link: Link, keys: Keys) -> list[Worker]:
-    now, processes, orders = no_errors(
-        link.call_many(("TIME",), ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"), ("HGETALL", keys.drained))
-    )
-    numbers = Counter(map(worker_of, alive(processes, int(now[0]) * 1000)))
-    drained: Mapping[str, str] = texts(orders)
-    return [
-        Worker(name, number, read_drain_order(drained[name]) if name in drained else None)
-        for name, number in sorted(numbers.items())
-    ]
+def _workers(link: Link, keys: Keys) -> list[WorkerState]:
+    """Those that live."""
+    return [worker for worker in read_workers(link, keys) if worker.alive]
 
 
 # --- pause and resume --------------------------------------------------------------------------------------
@@ -135,7 +116,7 @@ def _resume(request: Request) -> Response:
 def _drain(request: Request) -> Response:
     keys, worker = keys_of(request), form_of(request).get("worker", "")
     with console_of(request).link(keys.drained) as link:
-        others = sum(one.processes for one in _workers(link, keys) if one.name != worker and not one.order)
+        others = sum(len(one.alive) for one in _workers(link, keys) if one.name != worker and not one.order)
     told = ["It takes no more batches, finishes what it has, and stays, until that is undone."]
     if not others:
         told.append(f"No other process of {keys.model} takes batches: requests will wait.")

@@ -84,7 +84,7 @@ def _model(request: Request) -> Response:
         details=details,
         detail=detail,
         batches=detail.batches[:BATCHES_MAX] if detail is not None else (),
-        processes=view.processes.get(name, ()),
+        workers=view.workers.get(name, ()),
         curves=_curves(row, view.overview.read_at_s),
         latency=_latency(row.figures, detail),
         learned=_learned(row.figures, detail),

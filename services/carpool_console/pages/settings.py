@@ -19,7 +19,6 @@ from carpool.store.overrides import (
     ConfiguredSetting,
     configure,
     describe_policy,
-    read_report,
     resolve,
     verdict,
 )
@@ -58,7 +57,7 @@ def _all(request: Request) -> Response:
     with console_of(request).link(keys.registration) as link:
         found = _read(link, keys)
         policy = found.settings["policy"].value
-        note = describe_policy(policy, read_report(Directory(link, keys.prefix).overview(keys.model)))
+        note = describe_policy(policy, Directory(link, keys.prefix).sample(keys.model).active_report)
         history = _history(link, keys)
     return render(
         request,

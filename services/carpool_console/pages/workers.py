@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from carpool.store.workers import WorkerState
 from carpool_console.access import console_of, render, viewer
 from carpool_console.console import Console
-from carpool_console.processes import Process
 
 PROCESSES_MAX: Final = 500
-
-
-class Worker(NamedTuple):
-    """A worker and those of its processes that are alive."""
-
-    name: str
-    model: str
-    processes: Sequence[Process]
-
-    @property
-    def since_s(self) -> float | None:
-        """For how long it serves; None if it does not tell."""
-        return self.processes[0].since_s
 
 
 def routes(console: Console) -> list[Route]:
@@ -37,8 +23,8 @@ def routes(console: Console) -> list[Route]:
 
 @viewer
 def _workers(request: Request) -> Response:
-    view = console_of(request).reader.look(processes=True)
-    workers = workers_of(view.processes)
+    view = console_of(request).reader.look(workers=True)
+    workers = workers_of(view.workers)
     shown, number = [], 0
     for worker in workers:
         if number >= PROCESSES_MAX:
@@ -56,11 +42,6 @@ def _workers(request: Request) -> Response:
     )
 
 
-def workers_of(processes: Mapping[str, Sequence[Process]]) -> list[Worker]:
+def workers_of(workers: Mapping[str, Sequence[WorkerState]]) -> list[WorkerState]:
     """The workers of all models, by model and name: rows that one reads should not move."""
-    found = []
-    for model, of_model in sorted(processes.items()):
-        ordered = sorted(of_model, key=lambda process: (process.worker, process.name))
-        for name, of_worker in groupby(ordered, key=lambda process: process.worker):
-            found.append(Worker(name, model, list(of_worker)))
-    return found
+    return [worker for _, of_model in sorted(workers.items()) for worker in of_model]

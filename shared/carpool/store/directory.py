@@ -7,21 +7,24 @@ and CHANGE, by which operators change a hash of a model.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from carpool.clock import RedisClock
 from carpool.keys import Keys, loading_key, models_key
 from carpool.process_names import worker_of
-from carpool.store.connection import Argument, CommandError, Link, Script
+from carpool.store.connection import Argument, Command, CommandError, Link, Script
 from carpool.wire.audit import Actor
-from carpool.wire.orders import Paused, read_paused
+from carpool.wire.orders import Paused, read_about, read_paused
+from carpool.wire.report import BatcherReport
 from carpool.wire.requests import arrival_of
 from carpool.wire.traffic import read_shares
 
 SETTLED_ENTRIES_MAX: Final = 10_000
 CHANGE: Final = Script("operator/change", after=("operator/audit",))
+What = tuple[str, str]
+"""What a command asks, and of which worker or version, if of one."""
 
 
 class ModelSnapshot(NamedTuple):
@@ -48,19 +51,27 @@ class ProcessMemory(NamedTuple):
     on_gpus: int
 
 
-class ModelOverview(NamedTuple):
-    """The state of a model in counts, without the content of requests; `report` is its batcher's, encoded."""
+class ModelSample(NamedTuple):
+    """A model at one time, in counts: what its keys show, without the content of requests, and the report of
+    its batcher if there is one."""
 
-    at_us: int
     waiting_entries: int
+    oldest_s: float | None  # age of the first of them, where no batcher reports it
     batches_in_flight: int
     model_processes: int
     batcher: bool
-    report: bytes | None
-    dead: int
+    report: BatcherReport | None = None
+    dead: int = 0  # dead letters
     loading: bool = False  # a worker loads it
     memory: Sequence[ProcessMemory] = ()  # of its processes, as far as their workers tell
     paused: Paused | None = None  # by an operator
+    at_us: int = 0  # by Redis's clock
+    process_deaths: int = 0  # in the last minute, as far as workers tell
+
+    @property
+    def active_report(self) -> BatcherReport | None:
+        """The report of the active batcher, if there is one. A report outlives its batcher by seconds."""
+        return self.report if self.batcher else None
 
 
 class Directory:
@@ -74,42 +85,16 @@ class Directory:
         """Names of the registered models, sorted."""
         return sorted(name.decode() for name in self._link.call("SMEMBERS", models_key(self._prefix)))
 
-    def overview(self, model: str) -> ModelOverview:
-        """The state of a model, in one round trip."""
+    def sample(self, model: str) -> ModelSample:
+        """A model as it is now, in two round trips. Raises CommandError."""
         keys = Keys(model, self._prefix)
-        replies = self._link.call_many(
-            ("TIME",),
-            ("XLEN", keys.requests),
-            ("XLEN", keys.batches),
-            ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
-            ("EXISTS", keys.batcher),
-            ("GET", keys.report),
-            ("XLEN", keys.dead),
-            ("EXISTS", keys.loading),
-            ("SMEMBERS", keys.versions),
-            ("HGETALL", keys.paused),
-        )
-        *replies, versions, paused = replies
-        time_reply, waiting, in_flight, workers, batcher, report, dead, loading = no_errors(replies)
-        if not isinstance(versions, CommandError):  # rules of another version for this role
-            in_flight += in_streams_of_versions(self._link, keys, [one.decode() for one in versions])
-        at_us = int(time_reply[0]) * 1_000_000 + int(time_reply[1])
-        names = alive(workers, at_us // 1000)
-        memory = self._memory(keys, names) if names else ()
-        is_read = not isinstance(paused, CommandError)
-        return ModelOverview(
-            at_us, waiting, in_flight, len(names), bool(batcher), report, dead, bool(loading), memory,
-            read_paused(texts(paused)) if is_read else None,
-        )  # fmt: skip
-
-    def _memory(self, keys: Keys, processes: Sequence[str]) -> Sequence[ProcessMemory]:
-        """What the workers of these processes tell; nothing if that may not be read."""
-        workers = dict.fromkeys(map(worker_of, processes))
-        try:
-            told = no_errors(self._link.call_many(*[("HGETALL", keys.memory(worker)) for worker in workers]))
-            return [one for flat in told for one in read_memory(texts(flat)).values()]
-        except (CommandError, ValueError):  # permissions, or a value, of another version
-            return ()
+        commands = sample_commands(keys)
+        time_reply, *replies = self._link.call_many(("TIME",), *commands.values())
+        at_us = int(no_errors([time_reply])[0][0]) * 1_000_000 + int(time_reply[1])
+        first = dict(zip(commands, replies, strict=True))
+        further = further_commands(keys, first, at_us)
+        more = self._link.call_many(*further.values())
+        return read_sample(first, dict(zip(further, more, strict=True)), at_us)
 
     def loading(self, registered: Sequence[str]) -> list[str]:
         """Models that workers load for the first time, sorted."""
@@ -142,11 +127,9 @@ class Directory:
 
     def oldest_arrival_us(self, model: str) -> int | None:
         """When the oldest waiting request of a model arrived."""
-        oldest = self._link.call("XRANGE", Keys(model, self._prefix).requests, "-", "+", "COUNT", 1)
-        if not oldest:
-            return None
-        arrival_ms = dict(zip(oldest[0][1][::2], oldest[0][1][1::2], strict=True)).get(b"arrival", b"")
-        return int(arrival_ms) * 1000 if arrival_ms.isdigit() else arrival_of(oldest[0][0].decode())
+        return _arrival_us(
+            self._link.call("XRANGE", Keys(model, self._prefix).requests, "-", "+", "COUNT", 1)
+        )
 
     def close(self) -> None:
         """Close the connection."""
@@ -171,16 +154,107 @@ def change_arguments(
 
 
 def read_memory(told: Mapping[str, str]) -> dict[int, ProcessMemory]:
-    """What a worker tells its processes take, by their numbers. Raises ValueError."""
-    pairs = {int(number): text.split() for number, text in told.items() if number != "about"}
-    return {
-        number: ProcessMemory(int(resident), int(on_gpus)) for number, (resident, on_gpus) in pairs.items()
-    }
+    """What a worker tells its processes take, by their numbers; nothing if it is of another version."""
+    try:
+        pairs = {int(number): text.split() for number, text in told.items() if number != "about"}
+        return {
+            number: ProcessMemory(int(resident), int(on_gpus))
+            for number, (resident, on_gpus) in pairs.items()
+        }
+    except ValueError:
+        return {}
 
 
 def in_streams_of_versions(link: Link, keys: Keys, versions: Sequence[str]) -> int:
     """How many batches are in flight in the streams of these versions."""
     return sum(no_errors(link.call_many(*[("XLEN", keys.batches_of(version)) for version in versions])))
+
+
+# --- a sample ----------------------------------------------------------------------------------------------
+
+
+def sample_commands(keys: Keys) -> dict[str, Command]:
+    """The commands whose replies begin a sample, each by what it reads. Each takes constant time, or reads a
+    few names."""
+    return {
+        "requests": ("XLEN", keys.requests),
+        "batches": ("XLEN", keys.batches),
+        "workers": ("ZRANGE", keys.workers, 0, -1, "WITHSCORES"),
+        "batcher": ("EXISTS", keys.batcher),
+        "report": ("GET", keys.report),
+        "dead": ("XLEN", keys.dead),
+        "loading": ("EXISTS", keys.loading),
+        "versions": ("SMEMBERS", keys.versions),
+        "paused": ("HGETALL", keys.paused),
+    }
+
+
+# What a sample does without: where the role has rules of another version, or a user wrote the key.
+_OPTIONAL: Final[Mapping[str, Any]] = {"loading": 0, "versions": (), "paused": ()}
+
+
+def further_commands(keys: Keys, first: Mapping[str, Any], at_us: int) -> dict[What, Command]:
+    """The commands whose replies complete a sample: what workers and versions have, and the oldest request if
+    no batcher reports it. `first`: the replies to `sample_commands`. Raises CommandError."""
+    read = _permitted(first)
+    commands: dict[What, Command] = {
+        ("batches", version): ("XLEN", keys.batches_of(version)) for version in names(read["versions"])
+    }
+    for worker in dict.fromkeys(map(worker_of, alive(read["workers"], at_us // 1000))):
+        commands["memory", worker] = ("HGETALL", keys.memory(worker))
+    if read["requests"] and not (read["batcher"] and read["report"]):
+        commands["oldest", ""] = ("XRANGE", keys.requests, "-", "+", "COUNT", 1)
+    return commands
+
+
+def read_sample(first: Mapping[str, Any], further: Mapping[What, Any], at_us: int) -> ModelSample:
+    """The sample, from the replies to all of these commands. Raises CommandError."""
+    read = _permitted(first)
+    told = {what: reply for what, reply in further.items() if not isinstance(reply, CommandError)}
+    of_workers = [texts(flat) for (what, _), flat in told.items() if what == "memory"]
+    abouts = [read_about(of_worker.get("about", "")) for of_worker in of_workers]
+    oldest_us = _arrival_us(told.get(("oldest", ""), ()))
+    return ModelSample(
+        waiting_entries=read["requests"],
+        oldest_s=None if oldest_us is None else max(0, at_us - oldest_us) / 1e6,
+        batches_in_flight=read["batches"] + sum(told[what] for what in told if what[0] == "batches"),
+        model_processes=len(alive(read["workers"], at_us // 1000)),
+        batcher=bool(read["batcher"]),
+        report=BatcherReport.decode(read["report"]) if isinstance(read["report"], bytes) else None,
+        dead=read["dead"],
+        loading=bool(read["loading"]),
+        memory=[process for of_worker in of_workers for process in read_memory(of_worker).values()],
+        paused=read_paused(texts(read["paused"])),
+        at_us=at_us,
+        process_deaths=sum(about.deaths for about in abouts if about is not None),
+    )
+
+
+def _permitted(replies: Mapping[str, Any]) -> dict[str, Any]:
+    """These replies, but for errors that a sample does without. Raises the first other CommandError."""
+    read = dict(replies)
+    for name, reply in replies.items():
+        if isinstance(reply, CommandError):
+            if name == "report" and reply.code == "WRONGTYPE":
+                read[name] = None
+            elif name in _OPTIONAL:
+                read[name] = _OPTIONAL[name]
+            else:
+                raise reply
+    return read
+
+
+def _arrival_us(entries: Sequence[Any]) -> int | None:
+    """When the request of the first of these entries arrived, if there is one."""
+    if not entries:
+        return None
+    entry_id, fields = entries[0]
+    arrival_ms = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"arrival", b"")
+    is_number = isinstance(arrival_ms, bytes) and arrival_ms.isdigit()
+    return int(arrival_ms) * 1000 if is_number else arrival_of(entry_id.decode())
+
+
+# --- a snapshot --------------------------------------------------------------------------------------------
 
 
 def take_snapshot(link: Link, keys: Keys, clock: RedisClock) -> ModelSnapshot:
@@ -264,7 +338,12 @@ def alive(workers: Sequence[bytes], now_ms: int) -> list[str]:
     ]
 
 
-def texts(flat: Sequence[bytes]) -> dict[str, str]:
-    """A hash that Redis returned, as text."""
-    texts = [text.decode("utf-8", "replace") for text in flat]
+def texts(flat: Sequence[Any]) -> dict[str, str]:
+    """A hash that Redis returned, as text. A value that was not kept, because it is large, is empty."""
+    texts = [text.decode("utf-8", "replace") if isinstance(text, bytes) else "" for text in flat]
     return dict(zip(texts[::2], texts[1::2], strict=True))
+
+
+def names(members: Iterable[Any]) -> list[str]:
+    """A set that Redis returned, as text, without what was not kept because it is large."""
+    return [name for one in members if isinstance(one, bytes) and (name := one.decode("utf-8", "replace"))]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from carpool.model_settings import POLICIES, ModelKind, ModelSettings
-from carpool.store.directory import Directory, ModelOverview
+from carpool.store.directory import Directory
 from carpool.wire.audit import Actor
 from carpool.wire.registration import decode_settings_from
 from carpool.wire.report import BatcherReport
@@ -69,7 +69,7 @@ def configure(directory: Directory, model: str, changes: Sequence[str], *, actor
     except ValueError as error:
         raise ConfigError(f"{error}; nothing was changed") from None
     if "policy" in values and effective.policy not in POLICIES:
-        _check_policy(read_report(directory.overview(model)), effective.policy)
+        _check_policy(directory.sample(model).active_report, effective.policy)
     if values or removed:  # as text that any version reads, without units
         as_text = effective.as_text()
         given = {name: as_text[name] for name in values}
@@ -104,18 +104,11 @@ def _describe(registered: Mapping[str, str], overrides: Mapping[str, str], name:
     return f"{shorten(setting.value)} ({setting.source})"
 
 
-def read_report(overview: ModelOverview) -> BatcherReport | None:
-    """The report of the active batcher, if there is one. A report outlives its batcher by seconds."""
-    if not overview.batcher or overview.report is None:
-        return None
-    return BatcherReport.decode(overview.report)
-
-
 def verdict(directory: Directory, model: str, policy: str) -> BatcherReport | None:
     """What the active batcher reports after a change, where it may reject the settings: under a custom
     `policy`, and where it rejected the previous settings. None if no batcher reports in time."""
-    overview = directory.overview(model)
-    report, changed_us = read_report(overview), overview.at_us
+    sample = directory.sample(model)
+    report, changed_us = sample.active_report, sample.at_us
     if report is None or (policy in POLICIES and not report.rejected_settings):
         return report
     until_s = time.monotonic() + VERDICT_S_MAX
@@ -123,7 +116,7 @@ def verdict(directory: Directory, model: str, policy: str) -> BatcherReport | No
         if report.at_us > changed_us and (report.rejected_settings or report.policy == policy):
             return report
         time.sleep(_POLL_S)
-        report = read_report(directory.overview(model))
+        report = directory.sample(model).active_report
     return None
 
 

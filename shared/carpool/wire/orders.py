@@ -41,11 +41,19 @@ class Paused(NamedTuple):
 
 class About(NamedTuple):
     """What a worker tells about itself beside what its processes take: since when it serves, how long its
-    leases are, and the device of each of its processes."""
+    leases are, the device of each of its processes, and how many died in the last minute (`deaths`).
+
+    Why: docs/decisions/0123.
+    """
 
     since_ms: int
     lease_ms: int
     devices: Sequence[str]
+    deaths: int = 0
+
+    def device(self, number: int) -> str:
+        """That of the process of this number; empty if it is not told."""
+        return self.devices[number] if 0 <= number < len(self.devices) else ""
 
 
 class DrainOrder(NamedTuple):
@@ -73,21 +81,33 @@ def read_drain_order(text: str) -> DrainOrder:
     try:
         found = json.loads(text)
         return DrainOrder(str(found["who"]), int(found["since"]))
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
         return DrainOrder("", 0)  # a user wrote it by hand
 
 
-def encode_about(since_ms: int, lease_ms: int, devices: Sequence[str]) -> str:
+def encode_about(about: About) -> str:
     """As the field `about` of what a worker tells of its memory."""
-    return json.dumps({"since": since_ms, "lease": lease_ms, "devices": list(devices)})
+    return json.dumps(
+        {
+            "since": about.since_ms,
+            "lease": about.lease_ms,
+            "devices": list(about.devices),
+            "deaths": about.deaths,
+        }
+    )
 
 
 def read_about(text: str) -> About | None:
     """From that; None if it is not there, or of another version."""
     try:
         found = json.loads(text)
-        return About(int(found["since"]), int(found["lease"]), [str(one) for one in found["devices"]])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return About(
+            int(found["since"]),
+            int(found["lease"]),
+            [str(one) for one in found["devices"]],
+            int(found.get("deaths", 0)),
+        )
+    except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
         return None
 
 
