@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import threading
@@ -126,12 +128,15 @@ def run(gateway: Service, program: str, home: Path) -> Any:
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     command = [tool(), *flags, f"--user-data-dir={home}", site.url]
     browser = subprocess.Popen(
-        command_that_dies_with_parent(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command_that_dies_with_parent(command),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         return site.reports.get(timeout=START_S)
     finally:
-        browser.kill()
+        os.killpg(browser.pid, signal.SIGKILL)  # Debian's command is a script, which starts the browser
         browser.wait()
         site.close()
 

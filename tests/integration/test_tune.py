@@ -61,11 +61,14 @@ def settled_after(stack: Stack, last_id: str) -> list[tuple[int, int]]:
     return [(int(fields[b"size"]), int(fields[b"compute_us"])) for fields in sized]
 
 
-def test_tune_measures_the_model_and_prints_a_command_that_works(stack: Stack, tmp_path: Path) -> None:
+def test_admin_measures_the_model_and_gets_a_command_that_works(
+    stack: Stack, tmp_path: Path, as_role: Callable[[str], str]
+) -> None:
     # With such a delay others are much better, however long a lone request takes on a busy machine.
     run(stack, tmp_path, "config", MODEL, "max_queue_delay_ms=90", "max_batch_size=64")
     before = last_settled(stack)
-    output = run(stack, tmp_path, "tune", MODEL, "7", "--latency-ms", "100", "--rate", "500", "--rounds", "3")
+    arguments = ("tune", MODEL, "7", "--latency-ms", "100", "--rate", "500", "--rounds", "3")
+    output = carpool(as_role("admin"), *arguments, folder=tmp_path, check=True, timeout_s=RUN_S).stdout
 
     announced = re.search(r"sending ([\d,]+) requests to linear, at most 64 at a time", output)
     assert announced is not None, output
@@ -86,26 +89,14 @@ def test_tune_measures_the_model_and_prints_a_command_that_works(stack: Stack, t
 
     command = re.search(r"^  (carpool config linear .*)$", output, re.MULTILINE)
     assert command is not None, output
-    _, _, _, *changes = arguments = shlex.split(command[1])
-    run(stack, tmp_path, *arguments[1:])
+    _, *config = shlex.split(command[1])
+    _, _, *changes = config
+    run(stack, tmp_path, *config)
     lines = json.loads(run(stack, tmp_path, "config", MODEL, "--json"))
     assert changes
     for name, value in (change.split("=") for change in changes):
         assert str(lines[name]["value"]) == value
     assert (tmp_path / "tune.png").exists() == ("The plot is in tune.png" in output)
-
-
-def test_admin_may_tune_without_body_and_no_requests_are_sent(
-    stack: Stack, tmp_path: Path, as_role: Callable[[str], str]
-) -> None:
-    stack.result(MODEL, stack.send(MODEL, body="7"))
-    stack.wait_until_idle(MODEL)
-    before = last_settled(stack)
-    arguments = ("tune", MODEL, "--latency-ms", "500", "--rate", "50", "--plot", "")
-    output = carpool(as_role("admin"), *arguments, folder=tmp_path, check=True, timeout_s=RUN_S).stdout
-    assert "sending" not in output
-    assert "plot" not in output
-    assert last_settled(stack) == before
 
 
 def knows_round_trips(output: str) -> str:
@@ -132,10 +123,16 @@ def test_simulate_calls_a_guess_one(stack: Stack, tmp_path: Path) -> None:
     assert "guess" not in given and "assumed" not in given
 
 
-def test_tune_reports_a_latency_that_cannot_be_kept(stack: Stack, tmp_path: Path) -> None:
+def test_without_body_no_request_is_sent_and_a_latency_that_cannot_be_kept_is_reported(
+    stack: Stack, tmp_path: Path
+) -> None:
     stack.result(MODEL, stack.send(MODEL, body="7"))
+    stack.wait_until_idle(MODEL)
+    before = last_settled(stack)
     done = carpool(stack.url, "tune", MODEL, "--latency-ms", "2", folder=tmp_path, timeout_s=RUN_S)
     assert done.returncode == 2
+    assert "sending" not in done.stdout
+    assert last_settled(stack) == before
     assert "no settings can keep 99% of the requests within 2 ms" in done.stderr
 
 

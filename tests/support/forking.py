@@ -37,6 +37,7 @@ from typing import IO, ClassVar, Final, NoReturn
 from unittest import mock
 
 from carpool.lifecycle import command_that_dies_with_parent, die_with_parent
+from carpool_cli.commands import GROUPS
 from support.child_forking import (
     DESCRIPTORS_MAX,
     ORDER_BYTES_MAX,
@@ -56,20 +57,15 @@ PRELOADED: Final = (
     "carpool_gateway.__main__",
     "carpool_console.__main__",
     "carpool_cli.__main__",
-    "carpool_cli.config",
-    "carpool_cli.dead",
-    "carpool_cli.forget",
-    "carpool_cli.infer",
-    "carpool_cli.load",
-    "carpool_cli.local.up",
-    "carpool_cli.models",
-    "carpool_cli.nodes",
-    "carpool_cli.top.command",
-    "carpool_cli.tuning.simulate",
-    "carpool_cli.tuning.tune",
-    "carpool_cli.unload",
     "support.chaos.enqueuer",
     "support.chaos.producer",
+    *sorted(command.module for group in GROUPS for command in group if command.module),
+    # What services import once they run.
+    "anyio._backends._asyncio",
+    "encodings.idna",
+    "encodings.unicode_escape",
+    "encodings.utf_8_sig",
+    "uvicorn.lifespan.on",
 )
 
 
