@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
+from carpool.errors import DEADLINE_EXCEEDED
 from carpool.figures import SAMPLES_MAX, Figures, Requests, figures
 from carpool.store.directory import ModelSample
 
@@ -42,6 +43,13 @@ class Minute(NamedTuple):
     dispatched: int = 0
     dead: int = 0  # more dead letters than there were
     takeovers: int = 0  # how often a batcher became active
+
+    @property
+    def refused_otherwise(self) -> Mapping[str, int]:
+        """Those that were refused for another reason than their deadline: these count as missed."""
+        return {
+            cause: number for cause, number in self.refused.items() if not cause.startswith(DEADLINE_EXCEEDED)
+        }
 
 
 class ModelHistory:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from carpool.errors import DEADLINE_EXCEEDED
 from carpool.figures import Figures
 from carpool_console.formats import duration, plural
 from carpool_console.history import Minute, Point
@@ -153,7 +152,7 @@ def _of_requests(facts: Facts) -> list[Trouble]:
         found.append(
             Trouble(severity, f"{plural(sum(minute.failed.values()), 'request')} failed {in_minute}{error}")
         )
-    if refused := _not_expired(minute.refused):
+    if refused := minute.refused_otherwise:
         total = plural(sum(refused.values()), "request")
         found.append(Trouble(Severity.HURTS, f"{total} refused {in_minute}: {_causes(refused)}"))
     if minute.missed:
@@ -162,11 +161,6 @@ def _of_requests(facts: Facts) -> list[Trouble]:
     if figures.paused is None and is_old(figures):
         found.append(Trouble(Severity.HURTS, f"a request has waited for {duration(figures.oldest_s)}"))
     return found
-
-
-def _not_expired(refused: Mapping[str, int]) -> Mapping[str, int]:
-    """Those that were refused for another reason than their deadline: these are told as missed ones."""
-    return {name: number for name, number in refused.items() if not name.startswith(DEADLINE_EXCEEDED)}
 
 
 def _some_succeed(facts: Facts) -> bool:

@@ -58,7 +58,7 @@ def test_producer_in_each_language_gets_the_documented_results(
     field = golden("requests.json", "cases", "priority '10'")["becomes"][0]["refusal"]["field"]
     assert_refused(steps["invalid"], "INVALID_ARGUMENT", f"{field}: must be a whole number from 0 to 9")
     assert steps["withdrawal"].pop("removed") == 1
-    assert_refused(steps["withdrawal"], "CANCELLED", "withdrawn by its producer")
+    assert_refused(steps["withdrawal"], "CANCELLED", "it was withdrawn")
     assert_no_results_remain(live)
 
 

@@ -97,6 +97,12 @@ def test_the_summary_changes_only_when_something_happens() -> None:
 REPORT = BatcherReport("me", 0, 1_000_000, Gauges(0, 0, 0.0, 0, 0, 1), {}, 0, 0, {}, (), (5000, 9000))
 
 
+def test_a_request_whose_deadline_passed_counts_once() -> None:
+    refused = {"DEADLINE_EXCEEDED/waiting": 9, "RESOURCE_EXHAUSTED/queue_size": 2}
+    minute = Minute(60.0, missed={"waiting": 9}, refused=refused)
+    assert minute.refused_otherwise == {"RESOURCE_EXHAUSTED/queue_size": 2}
+
+
 def sample(at_s: float, *, requests: int = 0, waiting: int = 0, missed: int = 0, refused: int = 0,
            batcher: str = "me", dead: int = 0) -> ModelSample:  # fmt: skip
     report = replace(

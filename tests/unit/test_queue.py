@@ -127,7 +127,7 @@ def test_waiting_requests_are_withdrawn_and_those_in_flight_are_not() -> None:
     harness.offer("c d", lane="x", expiration=50)
     refusals = harness.withdraw("a c unknown")
     assert [(one.correlation_ids, one.status) for one in refusals] == [(["c"], "CANCELLED")]
-    assert refusals[0].detail == "withdrawn by its producer"
+    assert refusals[0].detail == "it was withdrawn"
     harness.settle(1)
     assert harness.poll() == ["idle: d"]
 

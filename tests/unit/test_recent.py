@@ -10,7 +10,7 @@ from carpool_batcher.recent import ERRORS_MAX, REFUSED_MAX, Recent
 from support.scheduler_harness import run, settled
 
 
-def refuse(recent: Recent, names: str, at_us: int, detail: str = "withdrawn by its producer") -> None:
+def refuse(recent: Recent, names: str, at_us: int, detail: str = "it was withdrawn") -> None:
     recent.refused([refusal(run(names), CANCELLED, "withdrawn", detail)], at_us)
 
 
@@ -25,7 +25,7 @@ def test_refused_requests_are_found_by_their_ids() -> None:
     refuse(recent, "b", 9, "again")
     assert [one.at_us for one in recent.find_refused("a")] == [5]
     assert [(one.at_us, one.detail) for one in recent.find_refused("b")] == [
-        (5, "withdrawn by its producer"),
+        (5, "it was withdrawn"),
         (9, "again"),
     ]
     assert recent.find_refused("c") == ()

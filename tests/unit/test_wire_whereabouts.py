@@ -45,7 +45,7 @@ WAITING = Waiting("de", "acme", 4, 1_000_000, 9_000_000, "all 2 model processes 
 IN_FLIGHT = InFlight("5-0", 0, 8, 1_000_000, process="w/0", renewed_ms=40, deliveries=1)
 LETTER = FoundLetter("6-0", "it died", 2, 1_000_000)
 RESULT = FoundResult("list", "", 50_000_000)
-WITHDRAWN = Refused(3_000_000, "CANCELLED", "withdrawn", "withdrawn by its producer")
+WITHDRAWN = Refused(3_000_000, "CANCELLED", "withdrawn", "it was withdrawn")
 
 
 @settings(deadline=None)

@@ -39,7 +39,7 @@ class Abandon(NamedTuple):
 
 # Status and detail of requests that are answered in flight.
 EXPIRED: Final = (DEADLINE_EXCEEDED, "expired: it was dispatched, but not executed by its deadline")
-WITHDRAWN: Final = (CANCELLED, "withdrawn by its producer")
+WITHDRAWN: Final = (CANCELLED, "it was withdrawn")
 
 Decision = Dispatch | Refusal | Expire | Abandon | SequenceChange | SlotFreed
 

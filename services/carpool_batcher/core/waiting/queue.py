@@ -379,7 +379,7 @@ class Queue:
                 if copies is not None:
                     refusals.append(copy_refusal(copies))
                 if copies is not taken:
-                    refusals.append(refusal(taken, CANCELLED, "withdrawn", "withdrawn by its producer"))
+                    refusals.append(refusal(taken, CANCELLED, "withdrawn", "it was withdrawn"))
         return refusals
 
     def take_copies(self, dispatched: Iterable[Run]) -> list[Refusal]:
