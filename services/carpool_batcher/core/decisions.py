@@ -37,7 +37,7 @@ class Abandon(NamedTuple):
     detail: str
 
 
-# Status and detail of requests that are answered in flight.
+# Status and detail: of requests that expire in flight; of those that producers or operators withdraw.
 EXPIRED: Final = (DEADLINE_EXCEEDED, "expired: it was dispatched, but not executed by its deadline")
 WITHDRAWN: Final = (CANCELLED, "it was withdrawn")
 

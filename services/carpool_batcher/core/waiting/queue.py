@@ -13,12 +13,12 @@ from functools import partial
 from itertools import chain, groupby
 from typing import NamedTuple, Protocol
 
-from carpool.errors import CANCELLED, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
+from carpool.errors import INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from carpool.messages.requests import PRIORITY_LEVELS, Run
 from carpool.messages.results import Refusal
 from carpool.rows import StoredBody
 from carpool_batcher.core.applied_settings import NO_LIMIT, AppliedSettings, BatchLimits, Shares
-from carpool_batcher.core.decisions import copy_refusal, refusal
+from carpool_batcher.core.decisions import WITHDRAWN, copy_refusal, refusal
 from carpool_batcher.core.sequences.heads import Decided
 from carpool_batcher.core.sequences.sequences import Sequences
 from carpool_batcher.core.waiting.batch_space import bytes_of, sizes_bytes
@@ -379,7 +379,8 @@ class Queue:
                 if copies is not None:
                     refusals.append(copy_refusal(copies))
                 if copies is not taken:
-                    refusals.append(refusal(taken, CANCELLED, "withdrawn", "it was withdrawn"))
+                    status, detail = WITHDRAWN
+                    refusals.append(refusal(taken, status, "withdrawn", detail))
         return refusals
 
     def take_copies(self, dispatched: Iterable[Run]) -> list[Refusal]:
