@@ -11,7 +11,7 @@ from carpool.store.connection import Command, Link
 
 KEPT_BYTES: Final = 4096  # of a string: bodies are read off the socket and not kept
 _TIMEOUT_S: Final = 3.0
-What = TypeVar("What")
+_Name = TypeVar("_Name")  # of a command: what it asks
 
 
 class Links:
@@ -48,8 +48,8 @@ class Links:
         return replies
 
     def ask(
-        self, asked: Mapping[Keys, Mapping[What, Command]], *, cuts: bool = True
-    ) -> dict[Keys, dict[What, Any]]:
+        self, asked: Mapping[Keys, Mapping[_Name, Command]], *, cuts: bool = True
+    ) -> dict[Keys, dict[_Name, Any]]:
         """Replies to what is asked of each model, by what the command asks, as `call_all`; no trip for
         nothing."""
         commands = [(keys.requests, command) for keys, of in asked.items() for command in of.values()]

@@ -142,7 +142,7 @@ def _commands(keys: Keys) -> dict[str, Command]:
 
 def _living(first: Mapping[str, Any], at_ms: int) -> Members:
     """Whose leases run. Without permission to read who drains, nobody does."""
-    members = Members.of(at_ms, first["workers"], _members(first["draining"]), _members(first["versions"]))
+    members = Members.of(at_ms, first["workers"], _or_empty(first["draining"]), _or_empty(first["versions"]))
     leases = {process: end_ms for process, end_ms in members.leases.items() if end_ms > at_ms}
     return members._replace(leases=leases, draining=members.draining & leases.keys())
 
@@ -161,12 +161,12 @@ def _raised(reply: Any) -> Any:
     return reply
 
 
-def _model_names(members: Any) -> list[str]:
-    return list(filter(MODEL_NAME.fullmatch, names(_members(members))))
+def _model_names(reply: Any) -> list[str]:
+    return list(filter(MODEL_NAME.fullmatch, names(_or_empty(reply))))
 
 
-def _members(reply: Any) -> Any:
-    """Of a set; none if it cannot be read."""
+def _or_empty(reply: Any) -> Any:
+    """The members or fields that Redis returned; none if they cannot be read."""
     return () if isinstance(reply, CommandError) else reply
 
 
@@ -213,9 +213,9 @@ def _details(replies: Mapping[str, Any]) -> ModelDetails:
     detail = replies["detail"]
     return ModelDetails(
         ModelDetail.decode(detail) if isinstance(detail, bytes) else None,
-        texts(_members(replies["registration"])),
-        texts(_members(replies["overrides"])),
-        read_shares(texts(_members(replies["shares"]))),
+        texts(_or_empty(replies["registration"])),
+        texts(_or_empty(replies["overrides"])),
+        read_shares(texts(_or_empty(replies["shares"]))),
         "; ".join(
             str(error) for name in ("watched", "detail") if isinstance(error := replies[name], CommandError)
         ),

@@ -110,7 +110,7 @@ def _troubles(facts: Facts) -> list[Trouble]:
 
 
 def _of_processes(facts: Facts) -> list[Trouble]:
-    """Who is missing. It hurts as soon as requests wait."""
+    """Missing batchers and model processes, which hurts as soon as requests wait, and processes that died."""
     figures, found = facts.figures, list[Trouble]()
     if figures.paused is not None:
         found.append(Trouble(Severity.NOTICE, figures.paused.describe()))

@@ -232,7 +232,7 @@ def _further(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _missing(model: Figures) -> Iterator[tuple[str, Sequence[str]]]:
-    """Who is missing, or dies again and again."""
+    """A missing batcher, missing model processes, and how often processes died."""
     if not model.batcher:
         yield "batcher", ["none is active: nothing is dispatched until `carpool batcher` runs"]
     elif model.over_s is None:
