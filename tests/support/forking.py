@@ -50,12 +50,8 @@ from support.child_forking import (
 
 TESTS: Final = Path(__file__).parents[1]
 PRELOADED: Final = (
-    "carpool_batcher.__main__",
-    "carpool_worker.__main__",
     "carpool_worker.model_process.main",
     "carpool_worker.node.seat",
-    "carpool_gateway.__main__",
-    "carpool_console.__main__",
     "carpool_cli.__main__",
     "support.chaos.enqueuer",
     "support.chaos.producer",
