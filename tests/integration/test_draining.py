@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from carpool.keys import Keys
+from carpool.messages.batches import Dispatch
+from carpool.store.batcher import BatcherStore, ProcessLeftError
+from carpool.store.connection import Link
+from carpool.store.worker import WorkerStore
+from carpool.wire.requests import decode_entry
 from support.stack import Service, Stack
 from support.waiting import EVENTUALLY_S, wait_until
+from support.wire import DEFAULTS
 
 LEASE: tuple[str, str] = ("--lease-ms", "600")
 
@@ -76,6 +82,39 @@ def test_drain_goes_on_while_redis_refuses_writes(stack: Stack, tmp_path: Path) 
 
     assert stack.result("Echo", held)["status"] == "OK"
     assert draining.process.wait(EVENTUALLY_S) == 0
+
+
+def test_nothing_is_dispatched_while_all_processes_drain(stack: Stack) -> None:
+    """A batcher that does not know yet that the last process drains adds no batch, which nobody would fetch;
+    it does when a drain is undone, or a process comes that does not drain."""
+    link = Link(stack.url, name="test")
+    batcher, worker = BatcherStore(link, Keys("m")), WorkerStore(link, Keys("m"))
+
+    def dispatch(body: str) -> bool:
+        """Whether a batch with a new request is dispatched; else the request must still wait."""
+        entry_id = link.call("XADD", batcher.keys.requests, "*", "body", body)
+        entry, *_ = decode_entry(entry_id, [b"body", body.encode()], DEFAULTS)
+        try:
+            (batch,) = batcher.dispatch([Dispatch(entry.runs, "idle", "")], 60_000).batches
+        except ProcessLeftError:
+            assert link.call("XRANGE", batcher.keys.requests, entry_id, entry_id)
+            return False
+        return batch is not None
+
+    worker.register({"max_batch_size": "1"})
+    for process in "pq":
+        worker.join(process, 60_000)
+    assert worker.drain("p") == 1 and dispatch("q takes it")
+    assert worker.drain("q") == 0 and not dispatch("nobody would")
+    worker.undrain("p")
+    assert dispatch("p takes it again")
+    worker.drain("p")
+    for process in "pq":
+        worker.leave(process)
+    assert not dispatch("both have left")
+    worker.join("r", 60_000)
+    assert dispatch("r takes it")
+    link.close()
 
 
 def hold(stack: Stack, gate: Path) -> str:

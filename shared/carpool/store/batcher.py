@@ -342,9 +342,8 @@ class BatcherStore:
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         keys = self.keys
         script_keys = ScriptKeys(keys.requests, keys.batches, keys.tickets, keys.order)
+        script_keys.keys += [keys.workers, keys.draining, keys.batcher]
         only_active_as = self.name if self.kind.has_sequences else ""
-        if only_active_as:
-            script_keys.keys += [keys.batcher, keys.workers]
         model_fields: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         model_fields += ["settings", settings] if settings else []
         batches = [

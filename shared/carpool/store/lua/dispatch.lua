@@ -20,7 +20,10 @@
 -- A batch that is for one version of the model is added to the stream of that version. If that was removed, because no
 -- worker had the version any more, nothing is dispatched: a batcher that was paused does not know it.
 --
--- KEYS  1 requests   2 batches   3 tickets   4 order   5 batcher and 6 workers, if ARGV[2] is not ''
+-- While all living processes of a model drain, nothing is dispatched to a stream: the last of them leaves when that is
+-- empty, and a batcher that reads late that it drains would add a batch which then waits for the next process.
+--
+-- KEYS  1 requests   2 batches   3 tickets   4 order   5 workers   6 draining   7 batcher
 --       .. inboxes, streams of versions, the set of versions
 -- ARGV  1 entries to put into the order, '' if none
 --       2 of a model with sequences the name of this batcher, else ''
@@ -38,7 +41,8 @@
 --       7 absent, or for requests that have records (record.lua): how long the model keeps a result at most (ms), then
 --         for each the index of its entry, and the index in KEYS of the record
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written
---       | 'PROCESS_LEFT' if one of these processes, or all of such a version, have left: nothing was written. Else
+--       | 'PROCESS_LEFT' if one of these processes, or all of such a version, have left, or if all processes drain:
+--         nothing was written. Else
 --         { IDs of missing entries },
 --         { for each partly dispatched entry { the IDs of its new entries }, {} if the entry is missing },
 --         { for each batch its ID, '' if all of its entries are missing },
@@ -46,14 +50,29 @@
 -- O(entries), and O(bytes) for the payloads.
 -- GRANT batcher requests xdel
 -- GRANT batcher batches xadd
--- GRANT batcher workers zscore
+-- GRANT batcher workers zscore zrevrangebyscore
+-- GRANT batcher draining scard sismember
 -- GRANT batcher batcher get
 -- GRANT batcher versions sismember
-if ARGV[2] ~= '' and redis.call('GET', KEYS[5]) ~= ARGV[2] then return 'NOT_ACTIVE' end
-local take = argument_reader(3)
-for _, process in ipairs(take_list(take)) do
-  if ARGV[2] ~= '' and not redis.call('ZSCORE', KEYS[6], process) then return 'PROCESS_LEFT' end
+local function all_drain(workers, draining)
+  local number = redis.call('SCARD', draining)
+  if number == 0 then return false end
+  local time = redis.call('TIME')
+  local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+  -- Of more processes than that, one at least does not drain.
+  for _, process in ipairs(redis.call('ZREVRANGEBYSCORE', workers, '+inf', now_ms, 'LIMIT', 0, number + 1)) do
+    if redis.call('SISMEMBER', draining, process) == 0 then return false end
+  end
+  return true
 end
+
+if ARGV[2] ~= '' and redis.call('GET', KEYS[7]) ~= ARGV[2] then return 'NOT_ACTIVE' end
+local take = argument_reader(3)
+local processes = take_list(take)
+for _, process in ipairs(processes) do
+  if ARGV[2] ~= '' and not redis.call('ZSCORE', KEYS[5], process) then return 'PROCESS_LEFT' end
+end
+if #processes == 0 and all_drain(KEYS[5], KEYS[6]) then return 'PROCESS_LEFT' end
 local versions = tonumber(take())
 for _, version in ipairs(take_list(take)) do
   if redis.call('SISMEMBER', KEYS[versions], version) == 0 then return 'PROCESS_LEFT' end
