@@ -7,7 +7,8 @@ STAMP  := $(VENV)/.installed
 LOCK   := requirements.lock
 TOOLS  := tests/tools.lock
 JOBS   ?= 6
-# Without --no-compile, pip compiles thousands of files that are never imported.
+# Without --no-compile, pip compiles thousands of files that are never imported. The pip that comes with Python 3.11
+# takes twice the time for all packages, so it first installs a newer one.
 PIP    := $(BIN)/pip install --no-compile --quiet --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
@@ -80,15 +81,16 @@ $(STAMP): $(LOCK) pyproject.toml
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo '$(PYTHON) -m venv failed. On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
 	@echo "[2/3] Installing $$(grep -c == $(LOCK)) pinned packages, which takes about half a minute"
+	@sed -n '/^pip==/,/[^\]$$/p' $(LOCK) | $(PIP) --require-hashes --requirement /dev/stdin
 	@$(PIP) --require-hashes --requirement $(LOCK)
 	@echo '[3/3] Installing Carpool itself'
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo 'Ready: $(BIN)/carpool'
 
-# The lock also has what building the project needs, because the install runs without build isolation. Images have
-# locks of their own with the same versions: one for what runs in them, one for building the wheel. The extra
-# `transformers` is in none: PyTorch is a hundred times as large as all others, and has a build for each GPU.
+# The lock also has pip, and what building the project needs, because the install runs without build isolation.
+# Images have locks of their own with the same versions: one for what runs in them, one for building the wheel. The
+# extra `transformers` is in none: PyTorch is a hundred times as large as all others, and has a build for each GPU.
 # Package sources that are configured on this machine are ignored, so that the hashes are those of the public files.
 EXTRAS = console dev docs embedded gateway grpc onnx otel pages plot uvloop voice
 COMPILE = env -u UV_INDEX -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS build/lock/bin/uv pip compile --no-config --quiet \
@@ -99,7 +101,7 @@ lock: ## Resolve the dependencies again and pin them by hash
 	@$(PYTHON) -m venv build/lock
 	@build/lock/bin/pip install --quiet --quiet --disable-pip-version-check uv
 	@echo '[2/2] Resolving'
-	@printf 'hatchling\neditables\n' | $(COMPILE) pyproject.toml - --output-file $(LOCK) --upgrade $(EXTRAS:%=--extra %)
+	@printf 'hatchling\neditables\npip\n' | $(COMPILE) pyproject.toml - --output-file $(LOCK) --upgrade $(EXTRAS:%=--extra %)
 	@$(COMPILE) pyproject.toml --extra tools --constraints $(LOCK) --upgrade --output-file $(TOOLS)
 	@$(COMPILE) pyproject.toml --extra console --extra gateway --extra grpc --extra otel --constraints $(LOCK) --upgrade \
 	  --output-file ops/docker/runtime.lock
