@@ -16,6 +16,7 @@ from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import Arrival, bursty, poisson, recorded
 from carpool_cli.tuning.simulator import (
     PROGRESS_REQUESTS,
+    Requirement,
     Simulation,
     SimulationResult,
     World,
@@ -28,10 +29,16 @@ WORLD = World(intercept_us=1000, slope_us=100, out_us=200, back_us=300)
 
 
 def run(
-    arrivals: Any, world: World = WORLD, seed: int = 0, *, in_order: bool = False, **settings: Any
+    arrivals: Any,
+    world: World = WORLD,
+    seed: int = 0,
+    *,
+    in_order: bool = False,
+    requirement: Requirement | None = None,
+    **settings: Any,
 ) -> SimulationResult:
     scheduler = Scheduler(ModelSettings(**settings), world.processes)
-    return Simulation(scheduler, world, seed, in_order=in_order).run(arrivals)
+    return Simulation(scheduler, world, seed, in_order=in_order, requirement=requirement).run(arrivals)
 
 
 def test_lone_request_takes_round_trip_and_execution() -> None:
@@ -86,6 +93,27 @@ def test_request_is_refused_when_the_queue_is_full() -> None:
     # One executes, one is dispatched ahead, two wait.
     result = run(recorded([0, 1, 2, 3, 4]), max_queue_size=2, max_batch_size=1)
     assert (result.good, result.refused) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("latency_ms", "from_us", "misses_max", "answered"),
+    [
+        (2.6, 0, 0, 2),
+        (3.5, 0, 0, 3),
+        (3.5, 0, 97, 3),
+        (3.5, 0, 98, 100),
+        (3.5, 500, 49, 3),
+        (3.5, 500, 50, 100),  # earlier requests do not count
+        (200.0, 0, 0, 100),
+    ],
+)
+def test_simulation_ends_when_it_is_certain_that_a_requirement_is_missed(
+    latency_ms: float, from_us: int, misses_max: int, answered: int
+) -> None:
+    # All arrive within 1 ms. The first answers take 1.6, 2.69 and 3.78 ms, and the last one 110 ms.
+    requirement = Requirement(latency_ms, from_us, misses_max)
+    result = run(recorded(range(0, 1000, 10)), requirement=requirement, max_batch_size=1)
+    assert (result.good, result.is_complete) == (answered, answered == 100)
 
 
 @pytest.mark.parametrize("seed", range(6))
