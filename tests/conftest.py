@@ -45,8 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection() -> None:
-    """Collected tests and imported modules are a million objects, which remain. To look among them for garbage
-    takes a tenth of the time of collecting, and a quarter of a second each time after that."""
+    """Collected tests and imported modules are a million objects, which remain. To look among them for
+    garbage takes a tenth of the time of collecting, and a quarter of a second each time after that."""
     gc.disable()
 
 
@@ -80,6 +80,12 @@ def stack_on(server: Path, tmp_path: Path) -> Iterator[Stack]:
     """An empty stack for this test, on each server in turn."""
     with Stack(tmp_path, binary=server) as started:
         yield started
+
+
+@pytest.fixture
+def onnx_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX models in this process compute in one thread. Others would spin while they wait for work."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Lets numpy compute in one thread, as it must where other processes use all CPUs.
 
-OpenBLAS has a thread for each CPU. All of them spin until the last one has computed its part: beside other tests, a
-product of small matrices then takes five times the CPU time. numpy itself has no setting for this, and the variable
-that OpenBLAS reads would be inherited by the services of the tests.
+OpenBLAS has a thread for each CPU. All of them spin until the last one has computed its part: beside other
+tests, a product of small matrices then takes five times the CPU time. numpy itself has no setting for this,
+and the variable that OpenBLAS reads would be inherited by the services of the tests.
 """
 
 from __future__ import annotations
