@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 SLEEPER = Path(__file__).parents[2] / "ops" / "bench" / "sleeper.py"  # 5 ms + 0.05 ms n
 MODEL = "linear"
-RUN_S = 280.0  # `carpool tune` computes for 12 s on a quiet machine; a test may take 300 s
+RUN_S = 280.0  # `carpool tune` computes for 6 s on a quiet machine; a test may take 300 s
 
 
 @pytest.fixture(scope="module")
