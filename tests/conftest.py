@@ -7,6 +7,7 @@ Why: docs/decisions/0039.
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from carpool_cli.local.embedded import find_servers
 from support.hangs import HangWatch
+from support.one_thread import compute_in_one_thread
 from support.scheduling import Scheduling
 from support.stack import Stack
 
@@ -37,8 +39,20 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("any machine")
+    compute_in_one_thread()
     config.pluginmanager.register(HangWatch(config))
     config.pluginmanager.register(Scheduling())
+
+
+def pytest_collection() -> None:
+    """Collected tests and imported modules are a million objects, which remain. To look among them for
+    garbage takes a tenth of the time of collecting, and a quarter of a second each time after that."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def name_of(server: Path) -> str:
@@ -66,6 +80,12 @@ def stack_on(server: Path, tmp_path: Path) -> Iterator[Stack]:
     """An empty stack for this test, on each server in turn."""
     with Stack(tmp_path, binary=server) as started:
         yield started
+
+
+@pytest.fixture
+def onnx_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX models in this process compute in one thread. Others would spin while they wait for work."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ from support.child_forking import (
     fork_orphan,
     forking_subprocess,
 )
+from support.one_thread import compute_in_one_thread
 
 TESTS: Final = Path(__file__).parents[1]
 PRELOADED: Final = (
@@ -274,6 +275,7 @@ def _main() -> NoReturn:
     orders = socket.socket(fileno=int(sys.argv[1]))
     for module in PRELOADED:
         importlib.import_module(module)
+    compute_in_one_thread()
     del sys.path[0]  # the folder of the tests, which no service has
     gc.collect()
     gc.freeze()  # so that collecting does not copy the pages which all have in common

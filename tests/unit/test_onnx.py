@@ -21,6 +21,7 @@ from support import magika_oracle, tiny_onnx
 from support.tiny_onnx import Node, Value
 
 pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.usefixtures("onnx_in_one_thread")
 
 COMPLEX = (tiny_onnx.COMPLEX64, tiny_onnx.COMPLEX128)
 SENDABLE = sorted({*range(tiny_onnx.FLOAT, tiny_onnx.BFLOAT16 + 1)} - {*COMPLEX})
@@ -69,6 +70,12 @@ def contents() -> list[bytes]:
     return [*real, *magika_oracle.generated_files().values()]
 
 
+@pytest.fixture(scope="module")
+def singles(filetype: OnnxModel, contents: list[bytes]) -> Array:
+    """The scores of each content in a batch of its own."""
+    return scores_of(filetype, contents, batch_size=1)
+
+
 def scores_of(model: OnnxModel, contents: Sequence[bytes], batch_size: int) -> Array:
     rows = np.stack([magika_oracle.features(content) for content in contents])
     return np.concatenate(
@@ -92,12 +99,10 @@ def test_real_models_name_and_tensors_are_read_from_its_file(filetype: OnnxModel
     assert scores.shape[0] > 100
 
 
-def test_real_model_classifies_single_contents_like_magika(
-    filetype: OnnxModel, contents: list[bytes]
-) -> None:
+def test_real_model_classifies_single_contents_like_magika(singles: Array, contents: list[bytes]) -> None:
     expected = [magika_oracle.answer(content) for content in contents]
     assert len(expected) >= 50 and len({label for label, _ in expected}) >= 15, "the sample is too uniform"
-    assert_same(scores_of(filetype, contents, batch_size=1), expected)
+    assert_same(singles, expected)
 
 
 def test_real_model_classifies_a_batch_like_magika(filetype: OnnxModel) -> None:
@@ -112,8 +117,9 @@ def test_real_model_classifies_generated_files(filetype: OnnxModel) -> None:
     assert [magika_oracle.label_of(row)[0] for row in scores] == list(generated)
 
 
-def test_batch_gives_the_same_scores_as_single_items(filetype: OnnxModel, contents: list[bytes]) -> None:
-    singles = scores_of(filetype, contents, batch_size=1)
+def test_batch_gives_the_same_scores_as_single_items(
+    filetype: OnnxModel, contents: list[bytes], singles: Array
+) -> None:
     for batch_size in (2, 7, 32):
         batched = scores_of(filetype, contents, batch_size)
         np.testing.assert_allclose(batched, singles, rtol=0, atol=magika_oracle.SCORE_TOLERANCE)

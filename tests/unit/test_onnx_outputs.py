@@ -18,6 +18,7 @@ from support.executions import codec_of_model, finish, prepared, request_of
 from support.tiny_onnx import BOOL, INT64, ML, STRING, Node, Value
 
 pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.usefixtures("onnx_in_one_thread")
 
 X = Value("x", ["N", 3])
 Y = Value("y", ["N", 3])

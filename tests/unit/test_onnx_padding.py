@@ -14,6 +14,7 @@ from support.executions import codec_of_model, executed_by, prepared, request_of
 from support.tiny_onnx import Node, Value
 
 pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.usefixtures("onnx_in_one_thread")
 
 # Doubles ids, and tells the lengths.
 GRAPH = tiny_onnx.model(

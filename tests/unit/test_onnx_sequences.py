@@ -22,6 +22,7 @@ from support.executions import codec_of_model, finish_with_states, prepared, run
 from support.tiny_onnx import Node, Value
 
 pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.usefixtures("onnx_in_one_thread")
 
 STATES = '[[states]]\ninput = "sum"\noutput = "next"\n'
 CONTROLS = """

@@ -16,6 +16,7 @@ from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import Arrival, bursty, poisson, recorded
 from carpool_cli.tuning.simulator import (
     PROGRESS_REQUESTS,
+    Requirement,
     Simulation,
     SimulationResult,
     World,
@@ -28,10 +29,16 @@ WORLD = World(intercept_us=1000, slope_us=100, out_us=200, back_us=300)
 
 
 def run(
-    arrivals: Any, world: World = WORLD, seed: int = 0, *, in_order: bool = False, **settings: Any
+    arrivals: Any,
+    world: World = WORLD,
+    seed: int = 0,
+    *,
+    in_order: bool = False,
+    requirement: Requirement | None = None,
+    **settings: Any,
 ) -> SimulationResult:
     scheduler = Scheduler(ModelSettings(**settings), world.processes)
-    return Simulation(scheduler, world, seed, in_order=in_order).run(arrivals)
+    return Simulation(scheduler, world, seed, in_order=in_order, requirement=requirement).run(arrivals)
 
 
 def test_lone_request_takes_round_trip_and_execution() -> None:
@@ -88,6 +95,27 @@ def test_request_is_refused_when_the_queue_is_full() -> None:
     assert (result.good, result.refused) == (4, 1)
 
 
+@pytest.mark.parametrize(
+    ("latency_ms", "from_us", "misses_max", "answered"),
+    [
+        (2.6, 0, 0, 2),
+        (3.5, 0, 0, 3),
+        (3.5, 0, 97, 3),
+        (3.5, 0, 98, 100),
+        (3.5, 500, 49, 3),
+        (3.5, 500, 50, 100),  # earlier requests do not count
+        (200.0, 0, 0, 100),
+    ],
+)
+def test_simulation_ends_when_it_is_certain_that_a_requirement_is_missed(
+    latency_ms: float, from_us: int, misses_max: int, answered: int
+) -> None:
+    # All arrive within 1 ms. The first answers take 1.6, 2.69 and 3.78 ms, and the last one 110 ms.
+    requirement = Requirement(latency_ms, from_us, misses_max)
+    result = run(recorded(range(0, 1000, 10)), requirement=requirement, max_batch_size=1)
+    assert (result.good, result.is_complete) == (answered, answered == 100)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_each_request_ends_exactly_once(seed: int) -> None:
     chance = random.Random(seed)
@@ -97,7 +125,7 @@ def test_each_request_ends_exactly_once(seed: int) -> None:
             lane=chance.choice(["", "a", "b"]),
             priority=chance.randrange(10),
         )
-        for arrival in bursty(chance.choice([500, 2000, 8000]), 3000, seed)
+        for arrival in bursty(chance.choice([500, 2000, 8000]), 1000, seed)
     ]
     result = run(
         arrivals,
@@ -166,7 +194,7 @@ def test_no_result_is_withheld_for_an_expired_request() -> None:
 def test_results_are_delivered_in_order_of_arrival(seed: int) -> None:
     apart = [
         arrival._replace(lane=random.Random(arrival.at_us).choice(["a", "b"]), priority=arrival.at_us % 10)
-        for arrival in bursty(4000, 2000, seed)
+        for arrival in bursty(4000, 700, seed)
     ]
     world = WORLD._replace(processes=3, spread=normal(0.3))
     unordered, ordered = (
@@ -286,7 +314,7 @@ def test_deferred_keeps_a_process_busy_though_round_trips_vary() -> None:
     """
     world = World(intercept_us=2000, slope_us=25, out_us=450, back_us=450, round_trip_spread=lognormal(1.7))
     most_per_s = 8 / world.execution_us(8) * 1e6
-    result = run(poisson(1.5 * most_per_s, 20_000, 1, 50_000), world, policy="deferred", max_batch_size=8)
+    result = run(poisson(1.5 * most_per_s, 8000, 1, 50_000), world, policy="deferred", max_batch_size=8)
     assert result.served_per_s > 0.955 * most_per_s
 
 

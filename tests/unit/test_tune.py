@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from carpool.model_settings import ModelKind, ModelSettings
 from carpool_batcher.core.learned.curve import Curve
 from carpool_cli.tuning import calibrate as calibration
 from carpool_cli.tuning import search
+from carpool_cli.tuning.arrivals import Arrival, bursty
 from carpool_cli.tuning.calibrate import (
     LONE_REQUESTS,
     Measured,
@@ -42,7 +44,7 @@ from carpool_cli.tuning.search import (
     rank_by_rate,
     recommend,
 )
-from carpool_cli.tuning.simulator import World, normal
+from carpool_cli.tuning.simulator import Requirement, Simulation, SimulationResult, World, normal
 from carpool_cli.tuning.tune import curve_rows, notes
 
 PRESENT = ModelSettings(max_batch_size=32)
@@ -83,6 +85,47 @@ def test_best_at_a_rate_is_the_best_of_all_candidates() -> None:
     equals = [figures.p99_ms for figures in every if round(figures.within, 3) == round(found[0].within, 3)]
     assert found[0].p99_ms == min(equals)
     assert {figures.candidate.kind for figures in found} == {candidate.kind for candidate in tried}
+
+
+@pytest.mark.parametrize(
+    (
+        "goal",
+        "in_order",
+        "rates",
+    ),  # at which nearly all requests are within the latency, and at which few are
+    [
+        (Goal(FLAT, 20.0), False, (4000.0, 9000.0)),
+        (Goal(STEEP._replace(spread=normal(0.5)), 20.0, traffic=bursty), True, (1500.0,)),
+    ],
+)
+def test_simulations_that_end_early_change_no_result(
+    monkeypatch: pytest.MonkeyPatch, goal: Goal, in_order: bool, rates: Sequence[float]
+) -> None:
+    monkeypatch.setattr(search, "TRACE_REQUESTS_MIN", 200)
+    present = replace(PRESENT, preserve_ordering=in_order, max_queue_size=100)
+    tried = list(candidates(present, 32, goal.latency_ms))[::4]
+    complete: list[bool] = []
+
+    def found() -> list[object]:
+        return [
+            rank_by_rate(goal, tried[:3], 32),
+            *(rank_by_latency(goal, tried, rate) for rate in rates),
+            processes_needed(goal, tried[:3], rates[-1]),
+        ]
+
+    def run(simulation: Simulation, arrivals: list[Arrival]) -> SimulationResult:
+        result = run_to_end_or_miss(simulation, arrivals)
+        complete.append(result.is_complete)
+        return result
+
+    run_to_end_or_miss = Simulation.run
+    monkeypatch.setattr(Simulation, "run", run)
+    early = found()
+    assert complete.count(False) > len(complete) / 5
+    complete.clear()
+    monkeypatch.setattr(Requirement, "is_missed", lambda *_: False)
+    assert early == found()
+    assert all(complete)
 
 
 def test_delay_that_exceeds_the_latency_is_removed() -> None:

@@ -65,10 +65,11 @@ def _best(goal: Goal, tried: Sequence[Candidate], rate: float) -> Figures:
     """The first candidate that keeps the latency, else the one that comes nearest."""
     best: Figures | None = None
     for candidate in tried:
-        figures = goal.simulate(candidate, rate)
-        if best is None or figures.within > best.within:
+        share = 0.0 if best is None else best.within
+        figures = goal.simulate_until_missed(candidate, rate, share=share, latency_ms=goal.latency_ms)
+        if figures is not None and (best is None or figures.within > best.within):
             best = figures
-        if _keeps_latency(best):
+        if best is not None and _keeps_latency(best):
             break
     assert best is not None
     return best

@@ -14,11 +14,12 @@ from carpool.model_settings import ModelSettings
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_cli.tuning.arrivals import Traffic, poisson
 from carpool_cli.tuning.observed import GUESSED_SHARE_MIN, ObservedSizes
-from carpool_cli.tuning.simulator import Simulation, World
+from carpool_cli.tuning.simulator import Requirement, Simulation, World
 
 LATENCY_QUANTILE: Final = 0.99
 WARM_UP_SHARE: Final = 0.1  # of a trace: the scheduler learns from it, and it does not count
 RATE_TOLERANCE: Final = 0.02  # smaller differences are no reason to change a setting
+WITHIN_DECIMALS: Final = 3  # of shares within the latency: a smaller difference makes no candidate better
 P99_TOLERANCE: Final = 0.05  # the same for p99, which one trace shows with an error of 2 to 4%
 UTILISATION_MAX: Final = 0.97  # of the model processes: at 1 queues grow without end
 RATE_PRECISION: Final = 0.01  # of the highest rate, at which the bisection stops
@@ -87,6 +88,16 @@ class Goal(NamedTuple):
 
     def simulate(self, candidate: Candidate, rate: float) -> Figures:
         """Simulate a candidate at a rate."""
+        figures = self.simulate_until_missed(candidate, rate, share=0.0, latency_ms=self.latency_ms)
+        assert figures is not None, "nothing was required"
+        return figures
+
+    def simulate_until_missed(
+        self, candidate: Candidate, rate: float, *, share: float, latency_ms: float
+    ) -> Figures | None:
+        """The same, or None as soon as it is certain that less than this share of the requests is answered
+        within this latency: if the rate is far too high, long before the end of the trace.
+        """
         settings, world = candidate.settings, self.world
         number = int(min(TRACE_REQUESTS_MAX, max(TRACE_REQUESTS_MIN, TRACE_S * rate)))
         expiration_ms = settings.default_expiration_ms
@@ -96,7 +107,10 @@ class Goal(NamedTuple):
         counted = sum(arrival.at_us >= counted_from_us for arrival in trace)
         scheduler = Scheduler(settings, world.processes)
         in_order = settings.preserve_ordering
-        result = Simulation(scheduler, world, self.seed, in_order=in_order).run(trace)
+        required = Requirement(latency_ms, counted_from_us, counted - math.ceil(share * counted))
+        result = Simulation(scheduler, world, self.seed, in_order=in_order, requirement=required).run(trace)
+        if not result.is_complete:
+            return None
         good = zip(result.good_arrivals_us, result.latencies_us, strict=True)
         latencies_us = sorted(latency_us for arrival_us, latency_us in good if arrival_us >= counted_from_us)
 
@@ -104,14 +118,17 @@ class Goal(NamedTuple):
             index = math.ceil(share * counted) - 1
             return latencies_us[index] / 1000 if index < len(latencies_us) else math.inf
 
-        within = sum(latency_us <= 1000 * self.latency_ms for latency_us in latencies_us) / counted
+        within = sum(latency_us / 1000 <= self.latency_ms for latency_us in latencies_us) / counted
         p50_ms, p99_ms = quantile_ms(0.5), quantile_ms(LATENCY_QUANTILE)
         guessed = self.observed.guessed_share(result.batch_sizes) if self.observed else 0.0
         return Figures(candidate, rate, within, p50_ms, p99_ms, result.mean_batch, guessed)
 
     def is_met(self, candidate: Candidate, rate: float) -> bool:
         """Whether a candidate keeps the latency at a rate."""
-        return self.simulate(candidate, rate).p99_ms <= self.latency_ms
+        figures = self.simulate_until_missed(
+            candidate, rate, share=LATENCY_QUANTILE, latency_ms=self.latency_ms
+        )
+        return figures is not None and figures.p99_ms <= self.latency_ms
 
     def highest_rate(self, candidate: Candidate, low: float, high: float) -> float:
         """The highest rate from `low` to `high` at which the latency is kept, or `low`; by bisection."""
@@ -182,15 +199,26 @@ def rank_by_latency(
     """
     best: dict[str, Figures] = {}
     for candidate in tried:
-        figures = goal.simulate(candidate, rate)
-        if candidate.kind not in best or _latency_rank(figures) < _latency_rank(best[candidate.kind]):
+        known = best.get(candidate.kind)
+        figures = goal.simulate(candidate, rate) if known is None else _better(goal, candidate, known)
+        if figures is not None:
             best[candidate.kind] = figures
         on_progress()
     return sorted(best.values(), key=_latency_rank)
 
 
+def _better(goal: Goal, candidate: Candidate, known: Figures) -> Figures | None:
+    """The figures of a candidate at the rate of the `known` figures, if they are better than these."""
+    share, latency_ms = known.within - 0.1**WITHIN_DECIMALS, goal.latency_ms
+    if round(known.within, WITHIN_DECIMALS) == 1:
+        share, latency_ms = LATENCY_QUANTILE, known.p99_ms  # only a lower p99 can be better
+    figures = goal.simulate_until_missed(candidate, known.rate, share=share, latency_ms=latency_ms)
+    is_better = figures is not None and _latency_rank(figures) < _latency_rank(known)
+    return figures if is_better else None
+
+
 def _latency_rank(figures: Figures) -> tuple[float, float]:
-    return -round(figures.within, 3), figures.p99_ms
+    return -round(figures.within, WITHIN_DECIMALS), figures.p99_ms
 
 
 def recommend(ranked: Sequence[Figures], present: ModelSettings, *, at_one_rate: bool) -> Figures:

@@ -126,6 +126,7 @@ class SimulationResult:
     reasons: dict[str, int] = field(default_factory=dict)  # batches by their reason for dispatch
     arrivals_us: int = 0  # from the first arrival to the last
     duration_us: int = 0  # from the first arrival to the last result
+    is_complete: bool = True  # whether all requests of the trace have ended
 
     @property
     def good(self) -> int:
@@ -162,6 +163,41 @@ class SimulationResult:
         """A quantile of the latency of good requests; 0 if there are none."""
         ordered = sorted(self.latencies_us)
         return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))] / 1000 if ordered else 0.0
+
+
+class Requirement:
+    """That all requests which arrive from `from_us` on are answered within a latency, but for `misses_max`.
+
+    A miss is known when the latency has passed without an answer, which may be long before there is one.
+    """
+
+    def __init__(self, latency_ms: float, from_us: int, misses_max: int) -> None:
+        self._latency_ms = latency_ms
+        self._from_us = from_us
+        self._misses_max = misses_max
+        self._young_us: deque[int] = deque()  # arrivals after which the latency has not passed
+        self._old = self._in_time = 0  # requests that arrived before those, and requests answered in time
+
+    def arrived(self, at_us: int) -> None:
+        """A request arrived. They do in order of time."""
+        if at_us >= self._from_us:
+            self._young_us.append(at_us)
+
+    def answered(self, arrival_us: int, at_us: int) -> None:
+        """A request got its result, before its deadline."""
+        if arrival_us >= self._from_us and (at_us - arrival_us) / 1000 <= self._latency_ms:
+            self._in_time += 1
+
+    def is_missed(self, now_us: int) -> bool:
+        """Whether it is certain now that too many are not answered in time. All answers until now are known.
+
+        It is found a little late, because answers to young requests are counted as if to old ones.
+        """
+        young_us, latency_ms = self._young_us, self._latency_ms
+        while young_us and (now_us - young_us[0]) / 1000 > latency_ms:
+            young_us.popleft()
+            self._old += 1
+        return self._old - self._in_time > self._misses_max
 
 
 class BatchesInFlightProtocol(Protocol):
@@ -224,7 +260,7 @@ class Simulation:
 
     `on_progress` is called with PROGRESS_REQUESTS after as many further arrivals. `in_order` is the model's
     preserve_ordering. The scheduler does not learn of withheld results, so they do not count towards its
-    queue size.
+    queue size. When the `requirement` is missed, the simulation ends, and its result is not complete.
     """
 
     def __init__(
@@ -235,6 +271,7 @@ class Simulation:
         on_progress: Callable[[int], None] = lambda _: None,
         *,
         in_order: bool = False,
+        requirement: Requirement | None = None,
     ) -> None:
         self._world = world
         self._random = random.Random(seed)  # noqa: S311 (a simulation)
@@ -248,10 +285,12 @@ class Simulation:
         self._result = SimulationResult()
         self._on_progress = on_progress
         self._ordered = OrderedResults() if in_order else None
+        self._requirement = requirement
 
     def run(self, arrivals: Iterable[Arrival]) -> SimulationResult:
-        """Simulate until each request has its result. `arrivals` are in order of time."""
-        scheduler, events = self._scheduler, self._events
+        """Simulate until each request has its result, or the requirement is missed. `arrivals` are in order
+        of time."""
+        scheduler, events, requirement = self._scheduler, self._events, self._requirement
         in_us, late_us = self._world.in_us, self._world.late_us
         trace = iter(arrivals)
         arrival = next(trace, None)
@@ -279,6 +318,9 @@ class Simulation:
                 at_us, _, handle, batch = heapq.heappop(events)
                 handle(at_us, batch)
             self._poll(now_us)
+            if requirement is not None and requirement.is_missed(now_us):
+                self._result.is_complete = False
+                break
         self._result.duration_us = now_us - first_us
         return self._result
 
@@ -286,6 +328,8 @@ class Simulation:
 
     def _offer(self, arrival: Arrival) -> None:
         at_us, expiration_us, lane, priority, cost = arrival
+        if self._requirement is not None:
+            self._requirement.arrived(at_us)
         deadline_us = None if expiration_us is None else at_us + expiration_us
         entry = Entry("", at_us)
         run = Run(
@@ -389,3 +433,5 @@ class Simulation:
         else:
             result.latencies_us.append(at_us - run.arrival_us)
             result.good_arrivals_us.append(run.arrival_us)
+            if self._requirement is not None:
+                self._requirement.answered(run.arrival_us, at_us)
