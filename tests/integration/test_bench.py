@@ -156,7 +156,7 @@ def test_without_wrk_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @contextmanager
 def answering(system: System, *_: object) -> Iterator[runner.Running]:
     """In place of a system: `cat`, which answers an order with that order as the figures."""
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as producer:
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as producer:
         yield runner.Running(system, producer, {}, None)
 
 
