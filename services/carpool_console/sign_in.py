@@ -26,7 +26,7 @@ from carpool_console.access import (
 )
 from carpool_console.console import Console
 from carpool_console.proxies import local_path
-from carpool_console.users import User, hash_of, is_password, new_password
+from carpool_console.users import User, hash_of_nothing, is_password
 
 PASSWORD_CHARS_MAX: Final = 200
 WAITING_MAX: Final = 8  # attempts that wait for their turn: each takes 0.1 s and 32 MiB
@@ -39,7 +39,7 @@ class _Checker:
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._waiting = threading.BoundedSemaphore(WAITING_MAX)
-        self._nobody = hash_of(new_password())
+        self._nobody = hash_of_nothing()
 
     def find(self, console: Console, name: str, password: str) -> User | None:
         """The user of this name and password. Raises RefusedError if too many others wait."""

@@ -32,6 +32,7 @@ _LETTERS: Final = "abcdefghjkmnpqrstuvwxyz23456789"  # none that looks like anot
 _GROUPS: Final = 4  # of a password ...
 _GROUP_CHARS: Final = 5  # ... and the letters of each
 _LOG2_N, _R, _P, _SALT_BYTES = 15, 8, 1, 16  # 32 MiB, and about 0.1 s
+_DERIVED_BYTES: Final = 64
 _MEMORY_BYTES_MAX: Final = 128 * 1024 * 1024
 _FIELDS: Final = frozenset(("name", "role", "password"))
 _HEAD: Final = "# Users of carpool console. Change it with: carpool console --add-user NAME --role ROLE\n"
@@ -59,8 +60,12 @@ def new_password() -> str:
 def hash_of(password: str) -> str:
     """What is kept of a password. It takes about 0.1 s."""
     salt = secrets.token_bytes(_SALT_BYTES)
-    derived = _derive(password, salt, _LOG2_N, _R, _P)
-    return "$".join(["scrypt", str(_LOG2_N), str(_R), str(_P), *map(_as_text, (salt, derived))])
+    return _kept(salt, _derive(password, salt, _LOG2_N, _R, _P))
+
+
+def hash_of_nothing() -> str:
+    """A hash that no password has. To compare one with it takes as long as with any other."""
+    return _kept(secrets.token_bytes(_SALT_BYTES), secrets.token_bytes(_DERIVED_BYTES))
 
 
 def is_password(kept: str, password: str) -> bool:
@@ -69,10 +74,14 @@ def is_password(kept: str, password: str) -> bool:
     return hmac.compare_digest(_derive(password, salt, *numbers), derived)
 
 
+def _kept(salt: bytes, derived: bytes) -> str:
+    return "$".join(["scrypt", str(_LOG2_N), str(_R), str(_P), *map(_as_text, (salt, derived))])
+
+
 def _derive(password: str, salt: bytes, log2_n: int, r: int, p: int) -> bytes:
     return scrypt(
         password.encode("utf-8", "surrogatepass"), salt=salt, n=1 << log2_n, r=r, p=p,
-        maxmem=_MEMORY_BYTES_MAX,
+        maxmem=_MEMORY_BYTES_MAX, dklen=_DERIVED_BYTES,
     )  # fmt: skip
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import host
 import numpy as np
 import pytest
+import service_processes
 from deadlines import plans, runs
 from deadlines.measure import do_runs
 from deadlines.plans import FLOODED_POINTS, NO_FLOOD, Plan
@@ -23,6 +28,8 @@ from grid.load import Sent
 from grid.runner import run_grid
 from grid.systems.client_wrk import Call, WrkClient
 from grid.workloads import Workload
+
+from support.forking import forked_children
 
 TINY = Workload(
     "tiny",
@@ -60,11 +67,16 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "OVERLOADED", 0.0)
 
 
-def test_a_round_of_carpool_is_measured() -> None:
+def test_carpool_is_measured_until_it_fails_and_then_left_out_with_the_reason() -> None:
+    """The last order cannot be carried out, so there is one round of two."""
+    orders = {**TINY.orders, "broken": {"load": "closed", "in_flight": "no number"}}
     progress: list[str] = []
-    results = run_grid([system("carpool")], [TINY], ThisEnvironment(), 1, progress.append)
-    assert results.left_out == {}
-    assert len(progress) == 1
+    results = run_grid(
+        [system("carpool")], [replace(TINY, orders=orders)], ThisEnvironment(), 2, progress.append
+    )
+    assert "TypeError" in results.left_out["tiny", "Carpool"]
+    assert ["TypeError" in line for line in progress] == [True]
+    assert results.cell("tiny", "Carpool", "broken") == []
     [closed], [lone], [poisson], [burst] = (results.cell("tiny", "Carpool", cell) for cell in TINY.orders)
     assert closed["per_second"] > 0
     assert set(closed["cpu_us"]) == {"redis", "batcher", "worker", "model", "producer"}
@@ -141,20 +153,21 @@ def test_without_wrk_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
         http_servers.main()
 
 
+@contextmanager
+def answering(system: System, *_: object) -> Iterator[runner.Running]:
+    """In place of a system: `cat`, which answers an order with that order as the figures."""
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as producer:
+        yield runner.Running(system, producer, {}, None)
+
+
 def test_what_the_host_disturbed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "STOLEN_MAX", -1.0)
+    monkeypatch.setattr(runner, "started", answering)
     lone = Workload("lone", "", "", "noop", 8, {"1": {"load": "closed", "in_flight": 1, "seconds": 0.1}})
     progress: list[str] = []
     results = run_grid([system("carpool")], [lone], ThisEnvironment(), 1, progress.append)
     assert ["disturbed" in line for line in progress] == [True, True]
     assert len(results.cell("lone", "Carpool", "1")) == 2
-
-
-def test_a_system_that_fails_is_left_out_with_the_reason() -> None:
-    broken = Workload("broken", "Broken", "", "noop", 8, {"1": {"load": "closed", "in_flight": "no number"}})
-    results = run_grid([system("carpool")], [broken], ThisEnvironment(), 2, lambda _: None)
-    assert "TypeError" in results.left_out["broken", "Carpool"]
-    assert results.rounds == {}
 
 
 @pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("cc")), reason="needs a C compiler: gcc")
@@ -175,7 +188,8 @@ def test_goodput_is_measured_with_and_without_a_flood(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "LEARNING_S", 0.2)
     done: list[Run] = []
     asked = [Plan(FLOODED_POINTS[0], "deferred", flood) for flood in (NO_FLOOD, "refused", "raising")]
-    do_runs(asked, 0.3, done.append)
+    with forked_children(service_processes):
+        do_runs(asked, 0.3, done.append)
     assert [run.plan for run in done] == asked
     for run in done:
         assert run.good + sum(run.missed.values()) == run.sent > 0

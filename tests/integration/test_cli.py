@@ -30,7 +30,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from carpool_cli.local.supervisor import StackPlan, Supervisor
 from support.child_forking import STARTER
 from support.command import Done, carpool, clean_environment, running
-from support.forking import ForkedProcess, ForkServer
+from support.forking import ForkedProcess, ForkServer, forked_children
 from support.http import call
 from support.redis_client import redis_at
 from support.repository import make_repository
@@ -196,7 +196,7 @@ def up(home: Path, *arguments: str, more: Mapping[str, str] = {}, fresh: bool = 
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """A stack for all tests that do not change it."""
-    with up(tmp_path_factory.mktemp("up"), "square", ECHO, "--grpc-port", "0", fresh=True) as started:
+    with up(tmp_path_factory.mktemp("up"), "square", ECHO, "--grpc-port", "0") as started:
         yield started
 
 
@@ -340,7 +340,11 @@ def test_printed_commands_work(square: Up) -> None:
 def test_a_gateway_starts_elsewhere_if_its_port_is_taken_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with EmbeddedRedis() as server, socket.create_server(("127.0.0.1", 0)) as taken:
+    with (
+        forked_children(supervisor),
+        EmbeddedRedis() as server,
+        socket.create_server(("127.0.0.1", 0)) as taken,
+    ):
         monkeypatch.setattr(supervisor, "GATEWAY_PORT", taken.getsockname()[1])
         monkeypatch.setattr(supervisor, "is_free", lambda _: True)
         stack = Supervisor(StackPlan(["square"], server.url, gateway_port=0, logs=tmp_path))
@@ -443,7 +447,8 @@ def test_killed_process_is_restarted(tmp_path: Path, name: str) -> None:
 
 
 def test_no_child_survives_a_killed_supervisor(tmp_path: Path) -> None:
-    with up(tmp_path, "square", fresh=True) as started:
+    with up(tmp_path, "square", "--grpc-port", "0", fresh=True) as started:
+        assert carpool(started.url, "infer", "square", "7").stdout == "49\n"
         pids = started.descendants()
         assert len(pids) == 6, "Redis, a batcher, a worker and its model process, a gateway, a console"
         started.process.kill()

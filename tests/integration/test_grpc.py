@@ -17,6 +17,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from carpool.keys import Keys
 from carpool_gateway.rpc.messages import CONTENTS, HEALTH, INFERENCE, REFLECTIONS
+from carpool_gateway.rpc.streams import REQUESTS_MAX
 from support.http import Connection, call
 from support.rpc import Rpc, ids_and_errors, infer_request, outputs_of
 from support.stack import Service, Stack
@@ -398,10 +399,10 @@ def test_a_stream_ends_with_an_error_if_its_client_asks_for_that(rpc: Rpc) -> No
 
 
 def test_more_requests_than_a_stream_has_open(rpc: Rpc, gateway: Service, shared: Stack) -> None:
-    array = np.ones((1, 1), np.float32)
-    requests = (infer_request("Identity", ("INPUT0", array * at), id=str(at)) for at in range(3000))
+    array, count = np.ones((1, 1), np.float32), REQUESTS_MAX + 200
+    requests = (infer_request("Identity", ("INPUT0", array * at), id=str(at)) for at in range(count))
     answers = rpc.stream(requests)
-    assert ids_and_errors(answers) == [(str(at), "") for at in range(3000)]
+    assert ids_and_errors(answers) == [(str(at), "") for at in range(count)]
     assert_forgotten(gateway, shared, "Identity")
 
 

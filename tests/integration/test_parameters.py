@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,7 +52,7 @@ LONG: Final = 1_000_000  # bytes: more than a socket takes at once
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "machine"
+    folder = tmp_path / "stack"
     (folder / "package").mkdir(parents=True)
     (folder / "package" / "__init__.py").touch()
     (folder / "package" / "models.py").write_text(MODELS)
@@ -112,30 +111,23 @@ def test_one_class_with_different_parameters_is_two_models(stack: Stack, folder:
         assert SECRET not in log.read_text()
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Stack]:
-    """A stack of new interpreters: a worker that forks others cannot be forked itself by the tests."""
-    with Stack(tmp_path, fresh=True) as stack:
-        yield stack
-
-
-def start(machine: Stack, folder: Path) -> Service:
-    worker = machine.worker(str(folder / "carpool.toml"), ready=False)
-    machine.wait_for_model("small")
-    machine.wait_for_model("count", workers=2)
+def start(stack: Stack, folder: Path) -> Service:
+    worker = stack.worker(str(folder / "carpool.toml"), ready=False)
+    stack.wait_for_model("small")
+    stack.wait_for_model("count", workers=2)
     return worker
 
 
-def test_worker_of_a_file_is_a_process_for_each_model(machine: Stack, folder: Path) -> None:
-    machine.batcher()
-    worker = start(machine, folder)
-    with Client(machine.url, timeout=30) as client:
+def test_worker_of_a_file_is_a_process_for_each_model(stack: Stack, folder: Path) -> None:
+    stack.batcher()
+    worker = start(stack, folder)
+    with Client(stack.url, timeout=30) as client:
         assert client.infer("small", 1) == ["small", len(SECRET), 2]
         assert list(client.stream("count", 1)) == [3, 1, 2]
-    assert of_models(machine)["count"]["parameters"] == {"numbers": "[3, 1, 2]"}
+    assert of_models(stack)["count"]["parameters"] == {"numbers": "[3, 1, 2]"}
     assert worker.terminate() == 0
     assert {event["model"] for event in worker.events("worker stopped")} == {"small", "count"}
-    worker = start(machine, folder)
+    worker = start(stack, folder)
     first, second = worker.children()
     os.kill(first, signal.SIGKILL)
     assert worker.process.wait(30) == 1

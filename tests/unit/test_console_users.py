@@ -19,7 +19,15 @@ from carpool_console.sessions import (
     Attempts,
     Sessions,
 )
-from carpool_console.users import User, Users, hash_of, is_password, new_password, read_users
+from carpool_console.users import (
+    User,
+    Users,
+    hash_of,
+    hash_of_nothing,
+    is_password,
+    new_password,
+    read_users,
+)
 
 ANN = User("ann", "operator")
 
@@ -43,6 +51,13 @@ def test_a_password_is_kept_as_a_hash_that_only_it_matches() -> None:
     assert not is_password(kept, password[:-1])
     assert hash_of(password) != kept  # salted
     assert len({new_password() for _ in range(100)}) == 100
+
+
+def test_the_hash_of_nothing_is_like_others_and_no_password_has_it() -> None:
+    kept, of_nothing = hash_of("secret").split("$"), hash_of_nothing().split("$")
+    assert of_nothing[:4] == kept[:4], "to compare takes as long"
+    assert [*map(len, of_nothing)] == [*map(len, kept)]
+    assert not is_password("$".join(of_nothing), "")
 
 
 def test_users_are_written_for_their_owner_only_and_read_again(tmp_path: Path) -> None:
