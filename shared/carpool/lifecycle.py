@@ -78,7 +78,8 @@ def command_that_dies_with_parent(argv: Sequence[str]) -> list[str]:
 
 
 # Python ignores SIGPIPE, and ignored signals stay ignored across exec, so the default is restored.
-# `_signal` is `signal` without its enumerations, whose import takes a third of the time until the program runs.
+# `_signal` is `signal` without its enumerations, whose import takes a third of the time until the program is
+# there.
 _EXEC_PROGRAM: Final = """
 _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)
 os.execvp(program[0], program)

@@ -10,8 +10,9 @@ a thousand. `ForkServer.start` does what `python -P -m MODULE ARGUMENTS` does, i
 
 A forked process has its own pid, signals, environment, working directory and standard streams, ends as an
 interpreter does, and is killed when the process of the tests ends. The one difference: its modules were
-imported in the environment of the tests. Where that matters (another package `carpool`, a variable that a
-library reads when it is imported, tests of starting), tests start new interpreters.
+imported in the environment of the tests. Where that matters (a variable that a library reads when it is
+imported, tests of starting), tests start new interpreters. Packages that replace those of Carpool are
+imported in a forked process: see `ForkServer.start`.
 
 The fork server has one thread, and is this module, too: `python -m support.forking`.
 """
@@ -158,14 +159,23 @@ class ForkServer:
         errors: IO[bytes],
         *,
         has_session: bool = False,
+        packages: Path | None = None,
     ) -> ForkedProcess:
         """Run `main(arguments)` of a module, or of `__main__` in a package, in a process of its own.
 
         `folder` is its working directory, which is not on its `sys.path`, as with `python -P -m`, and
         `environment` all of its environment. `output` and `errors` get what it writes; it reads nothing.
+        `packages` is a folder with packages that replace those of Carpool, in its model processes, too.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = Order(module, list(arguments), str(folder), dict(environment), has_session=has_session)
+        order = Order(
+            module,
+            list(arguments),
+            str(folder),
+            dict(environment),
+            has_session=has_session,
+            packages=str(packages or ""),
+        )
         descriptors = [theirs.fileno(), output.fileno(), errors.fileno()]
         socket.send_fds(self.orders, [json.dumps([False, *order]).encode()], descriptors)
         theirs.close()
