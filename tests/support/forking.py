@@ -55,6 +55,7 @@ PRELOADED: Final = (
     "carpool_worker.model_process.main",
     "carpool_worker.node.seat",
     "carpool_cli.__main__",
+    "support.chaos.client",
     "support.chaos.enqueuer",
     "support.chaos.producer",
     *sorted(command.module for group in GROUPS for command in group if command.module),
