@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -180,10 +181,14 @@ def _program(order: Order) -> Program:
 
 
 def _replace_packages(folder: str) -> None:
-    """Have all of Carpool imported anew, from this folder first."""
+    """Have all of Carpool imported anew, from this folder first. As in an interpreter, its `sitecustomize`,
+    if it has one, is imported before."""
     for name in [name for name in sys.modules if name.startswith("carpool")]:
         del sys.modules[name]
     sys.path.insert(0, folder)
+    if Path(folder, "sitecustomize.py").exists():
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
 
 
 def _main_module(name: str) -> ModuleType:

@@ -217,6 +217,7 @@ class Stack:
         self.server = server or EmbeddedRedis(binary=binary, append_only=append_only)
         self.environment = {} if environment is None else environment
         self.fresh = fresh
+        self.packages: Path | None = None  # for services that are started from now on: see `ForkServer.start`
         # Any: redis-py's types are too vague for results and for most arguments.
         self.redis: Any = Redis.from_url(self.server.url, protocol=2, socket_timeout=2 * RESULT_S)
         self.services: list[Service] = []
@@ -309,7 +310,7 @@ class Stack:
             log,
             environment,
             fresh=self.fresh,
-            packages=faulty_package,
+            packages=faulty_package or self.packages,
         )
         self.services.append(service)
         return service

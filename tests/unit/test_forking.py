@@ -99,11 +99,13 @@ def test_a_service_gets_what_a_new_interpreter_would(start: Start, tmp_path: Pat
 
 
 def test_packages_of_carpool_may_be_replaced(tmp_path: Path) -> None:
-    """Also where other modules of Carpool, which the fork server has imported, use what is replaced."""
+    """Also where other modules of Carpool, which the fork server has imported, use what is replaced. What an
+    interpreter imports first may be there, too."""
     copied = tmp_path / "packages" / "carpool"
     shutil.copytree(Path(carpool.__file__).parent, copied)
     with (copied / "lifecycle.py").open("a") as file:
         file.write('def stop_on_signals(): raise RuntimeError("replaced")\n')
+    (copied.parent / "sitecustomize.py").write_text('print("customized", flush=True)')
     output = tmp_path / "output"
     with output.open("wb") as written:
         server = ForkServer.of_this_process()
@@ -112,6 +114,7 @@ def test_packages_of_carpool_may_be_replaced(tmp_path: Path) -> None:
             "carpool_batcher", [], tmp_path, environment, written, written, packages=copied.parent
         )
         assert process.wait(10) == 1
+    assert "customized" in output.read_text()
     assert "RuntimeError: replaced" in output.read_text()
 
 
