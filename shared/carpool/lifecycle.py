@@ -78,15 +78,17 @@ def command_that_dies_with_parent(argv: Sequence[str]) -> list[str]:
 
 
 # Python ignores SIGPIPE, and ignored signals stay ignored across exec, so the default is restored.
+# `_signal` is `signal` without its enumerations, whose import takes a third of the time until the program is
+# there.
 _EXEC_PROGRAM: Final = """
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+_signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)
 os.execvp(program[0], program)
 """
 
 _LAUNCH_ON_LINUX: Final = f"""
-import ctypes, os, signal, sys
+import _signal, ctypes, os, sys
 parent, program = int(sys.argv[1]), sys.argv[2:]
-if ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL, 0, 0, 0) != 0:
+if ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, _signal.SIGKILL, 0, 0, 0) != 0:
     sys.exit("prctl(PR_SET_PDEATHSIG) failed: " + program[0] + " would outlive its parent")
 if os.getppid() != parent:
     sys.exit({_EXIT_STATUS_ORPHANED})
@@ -94,7 +96,7 @@ if os.getppid() != parent:
 
 # Elsewhere a grandchild, which init adopts, watches both, and kills the program when the parent has ended.
 _LAUNCH_ELSEWHERE: Final = f"""
-import os, signal, sys, time
+import _signal, os, sys, time
 parent, program = int(sys.argv[1]), sys.argv[2:]
 def watch(program_pid):
     def exists(pid):
@@ -109,7 +111,7 @@ def watch(program_pid):
         if not exists(program_pid):
             return
         time.sleep(0.5)
-    os.kill(program_pid, signal.SIGKILL)
+    os.kill(program_pid, _signal.SIGKILL)
 program_pid, child = os.getpid(), os.fork()
 if child == 0:
     if os.fork() == 0:

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -48,7 +49,8 @@ Program = Callable[[], int]  # what a forked process runs; returns its exit stat
 class Order(NamedTuple):
     """What to run: what `python -P -m module arguments` runs. `folder`: its working directory; None for that
     of the starter. `inherited`: the number of a descriptor that it gets besides its streams; 0 for none.
-    `parent_pid`: the process with which it ends; 0 if it sees to that itself, or another does."""
+    `parent_pid`: the process with which it ends; 0 if it sees to that itself, or another does. `packages`: a
+    folder; packages of Carpool in it are imported in place of the real ones."""
 
     module: str
     arguments: list[str]
@@ -57,6 +59,7 @@ class Order(NamedTuple):
     inherited: int = 0
     parent_pid: int = 0
     has_session: bool = False
+    packages: str = ""
 
 
 def become(order: Order, output: int, errors: int, *inherited: int) -> Program:
@@ -159,13 +162,15 @@ def _program(order: Order) -> Program:
     """Load the module, and let it fork what it starts. Returns what is to run."""
     os.environ.clear()
     os.environ.update(order.environment)
+    if order.packages:
+        _replace_packages(order.packages)
     if order.folder is None:
         main = _main_module(order.module)
     else:
         os.chdir(order.folder)
         sys.path.insert(0, order.folder)  # for programs that are files of a test
         main = _main_module(order.module)
-        del sys.path[0]
+        sys.path.remove(order.folder)
     sys.argv = [str(main.__file__), *order.arguments]
     starting, first = _STARTING.get(order.module, ((), None))
     if starting and first in (None, *order.arguments[:1]) and not _is_worker_of_a_file(order):
@@ -179,6 +184,17 @@ def _is_worker_of_a_file(order: Order) -> bool:
     """Whether this process will fork a worker for each model. What a starter forked for one of them would be
     the child of this process, so their model processes are new interpreters."""
     return order.module == "carpool_worker" and any(text.endswith(".toml") for text in order.arguments[:1])
+
+
+def _replace_packages(folder: str) -> None:
+    """Have all of Carpool imported anew, from this folder first. As in an interpreter, its `sitecustomize`,
+    if it has one, is imported before."""
+    for name in [name for name in sys.modules if name.startswith("carpool")]:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    if Path(folder, "sitecustomize.py").exists():
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
 
 
 def _main_module(name: str) -> ModuleType:

@@ -64,7 +64,8 @@ LOG_EVENTS: Final = frozenset(
 
 
 class Service:
-    """A batcher, worker or gateway process and its log. It is forked, or with `fresh` a new interpreter."""
+    """A batcher, worker or gateway process and its log. It is forked, or with `fresh` a new interpreter.
+    `packages`: see `ForkServer.start`."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class Service:
         environment: Mapping[str, str],
         *,
         fresh: bool,
+        packages: Path | None = None,
     ) -> None:
         self.name = name
         self.arguments = list(arguments)
@@ -85,7 +87,9 @@ class Service:
         with log.open("wb") as output:
             if not fresh:
                 server = ForkServer.of_this_process()
-                self.process = server.start(module, arguments, MODELS, environment, output, output)
+                self.process = server.start(
+                    module, arguments, MODELS, environment, output, output, packages=packages
+                )
                 return
             self.process = subprocess.Popen(
                 command_that_dies_with_parent([sys.executable, "-P", "-m", module, *arguments]),
@@ -213,6 +217,7 @@ class Stack:
         self.server = server or EmbeddedRedis(binary=binary, append_only=append_only)
         self.environment = {} if environment is None else environment
         self.fresh = fresh
+        self.packages: Path | None = None  # for services that are started from now on: see `ForkServer.start`
         # Any: redis-py's types are too vague for results and for most arguments.
         self.redis: Any = Redis.from_url(self.server.url, protocol=2, socket_timeout=2 * RESULT_S)
         self.services: list[Service] = []
@@ -247,7 +252,7 @@ class Stack:
         """Start a worker; wait until it is ready unless `ready` is False.
 
         `spec` is the worker's argument, relative to `tests/support/models`. `faulty_package` is a directory
-        with a package `carpool` that replaces the real one.
+        with a package of Carpool that replaces the real one, in a process that is forked.
         """
         service = self._start("worker", [spec, *flags], faulty_package)
         if ready:
@@ -297,11 +302,16 @@ class Stack:
             "CARPOOL_LOG_LEVEL": "debug",  # for a line about each batch
             **self.environment.get(role, {}),
         }
-        if faulty_package is not None:
-            environment["PYTHONPATH"] = str(faulty_package)
-        fresh = self.fresh or faulty_package is not None
         log = self.home / f"{name}.log"
-        service = Service(name, f"carpool_{role}", arguments, log, environment, fresh=fresh)
+        service = Service(
+            name,
+            f"carpool_{role}",
+            arguments,
+            log,
+            environment,
+            fresh=self.fresh,
+            packages=faulty_package or self.packages,
+        )
         self.services.append(service)
         return service
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of `carpool.wire`: entries as Redis returns them, and strategies for their contents."""
+"""Shared by the tests of `carpool.wire`: entries as Redis returns them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgpack
-from hypothesis import strategies as st
 
-from carpool.keys import CORRELATION_ID
 from carpool.messages.batches import tickets_of_each
-from carpool.messages.requests import CONTENT_TYPES, Entry, Run, SequencePart, SequencesEnd, Withdrawal
+from carpool.messages.requests import Entry, Run, SequencePart, SequencesEnd, Withdrawal
 from carpool.messages.results import Refusal
 from carpool.model_settings import ModelSettings
 from carpool.rows import Body
@@ -21,23 +19,6 @@ from carpool.wire.results import decode_columns, decode_results, encode_results
 DEFAULTS: Final = ModelSettings()
 ENTRY_ID: Final = "1700000000123-4"
 ARRIVAL_US: Final = 1700000000123_000
-
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)  # without lone surrogates
-names = st.from_regex(CORRELATION_ID, fullmatch=True)
-request_maps = st.fixed_dictionaries(
-    {"correlation_id": names, "body": st.binary(max_size=20)},
-    optional={
-        "content_type": st.sampled_from(CONTENT_TYPES),
-        "reply_to": names,
-        "expiration": st.integers(1, 10**9),
-        "priority": st.integers(0, 9),
-        "lane": texts,
-        "cost": st.integers(0, 1 << 40),
-        "tenant": names,
-        "reply_columns": st.integers(0, 1),
-        "stream": st.integers(0, 1),
-    },
-)
 
 
 def flat_of(fields: dict[str, Any]) -> list[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 
+import carpool
 from carpool.lifecycle import command_that_dies_with_parent
 from support.forking import ForkedProcess, ForkServer, forked_children
 from support.waiting import wait_until
@@ -94,6 +96,26 @@ def test_a_service_gets_what_a_new_interpreter_would(start: Start, tmp_path: Pat
         "session": os.getsid(0),
         "stdin": "",
     }
+
+
+def test_packages_of_carpool_may_be_replaced(tmp_path: Path) -> None:
+    """Also where other modules of Carpool, which the fork server has imported, use what is replaced. What an
+    interpreter imports first may be there, too."""
+    copied = tmp_path / "packages" / "carpool"
+    shutil.copytree(Path(carpool.__file__).parent, copied)
+    with (copied / "lifecycle.py").open("a") as file:
+        file.write('def stop_on_signals(): raise RuntimeError("replaced")\n')
+    (copied.parent / "sitecustomize.py").write_text('print("customized", flush=True)')
+    output = tmp_path / "output"
+    with output.open("wb") as written:
+        server = ForkServer.of_this_process()
+        environment = {"CARPOOL_REDIS_URL": "redis://127.0.0.1:1"}
+        process = server.start(
+            "carpool_batcher", [], tmp_path, environment, written, written, packages=copied.parent
+        )
+        assert process.wait(10) == 1
+    assert "customized" in output.read_text()
+    assert "RuntimeError: replaced" in output.read_text()
 
 
 def test_what_this_process_starts_is_forked_as_its_child(start: Start, tmp_path: Path) -> None:

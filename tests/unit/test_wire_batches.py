@@ -33,7 +33,8 @@ from carpool.wire.batches import (
     settled_fields,
 )
 from carpool.wire.requests import decode_entry
-from support.wire import DEFAULTS, decode, decode_packed, flat_of, request_maps, singles
+from support.wire import DEFAULTS, decode, decode_packed, flat_of, singles
+from support.wire_strategies import request_maps
 
 fast = settings(deadline=None)
 

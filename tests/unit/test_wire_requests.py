@@ -60,10 +60,9 @@ from support.wire import (
     decode_packed,
     flat_of,
     one_by_one,
-    request_maps,
     singles,
-    texts,
 )
+from support.wire_strategies import request_maps, texts
 
 fast = settings(deadline=None)
 thorough = settings(deadline=None, max_examples=150)

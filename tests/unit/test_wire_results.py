@@ -25,7 +25,7 @@ from carpool.wire.results import (
     encode_result,
     encode_results,
 )
-from support.wire import names
+from support.wire_strategies import names
 
 fast = settings(deadline=None)
 

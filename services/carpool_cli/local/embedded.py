@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -270,8 +271,9 @@ def _is_usable(version: ServerVersion | None) -> bool:
     return version is None or not version.too_old
 
 
+@cache  # to ask takes up to 20 ms, and a process may start many servers
 def _version_of(binary: Path) -> ServerVersion | None:
-    """Which server a binary is, in a few milliseconds; None if it does not tell."""
+    """Which server a binary is; None if it does not tell."""
     try:
         printed = subprocess.run(
             [str(binary), "--version"],

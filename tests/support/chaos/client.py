@@ -23,9 +23,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPConnection, HTTPException
-from typing import Any, Final, NamedTuple, TextIO
+from typing import Any, Final, NamedTuple, NoReturn, TextIO
 
 from support.models.hashing import RECORDED
 
@@ -192,8 +192,9 @@ def _result_of(line: Mapping[str, Any]) -> str | None:
     return None if line["status"] in REFUSING_STATUSES else f"failed: {line['status']}"
 
 
-def main(addresses: str, model: str, name: str, file: str) -> None:
+def main(arguments: Sequence[str]) -> NoReturn:
     """Send until SIGTERM."""
+    addresses, model, name, file = arguments
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with open(file, "a") as opened:  # noqa: PTH123
@@ -209,4 +210,4 @@ def main(addresses: str, model: str, name: str, file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from carpool.lifecycle import command_that_dies_with_parent
 from support.chaos.client import ANSWERED, BROKEN, GIVEN_UP, GIVEN_UP_S, SENT, SILENT
 from support.chaos.producers import TESTS
+from support.forking import ForkServer
 from support.models.hashing import digest, first_word
 from support.waiting import wait_until
 
+CLIENT: Final = "support.chaos.client"
 REPEATED_FORMS: Final = ("keyed", "later")  # which are sent until they have a result
 REFUSALS: Final = (429, 502, 503, 504)  # answers that a client of a gateway in trouble has to expect
 EXECUTIONS: Final = "EXECUTIONS"  # the variable that names the file of `hashing.Recorded`
@@ -28,11 +28,10 @@ class ClientProcess:
 
     def __init__(self, addresses: Sequence[str], model: str, name: str, home: Path) -> None:
         self._file = home / f"{name}.http.jsonl"
-        command = [sys.executable, "-m", "support.chaos.client", ",".join(addresses), model, name]
-        self._errors = (home / f"{name}.http.err").open("wb")
-        self._process = subprocess.Popen(
-            command_that_dies_with_parent([*command, str(self._file)]), cwd=TESTS, stderr=self._errors
-        )
+        arguments = [",".join(addresses), model, name, str(self._file)]
+        with (home / f"{name}.http.err").open("wb") as errors:
+            server = ForkServer.of_this_process()
+            self._process = server.start(CLIENT, arguments, TESTS, os.environ, errors, errors)
 
     def answered(self) -> int:
         """How many answers the clients have had."""
@@ -48,13 +47,11 @@ class ClientProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(2 * GIVEN_UP_S)
-            self._errors.close()
 
     def kill(self) -> None:
         """SIGKILL; return once the process has ended."""
         self._process.kill()
         self._process.wait(10)
-        self._errors.close()
 
     def records(self) -> list[dict[str, Any]]:
         """All records, in order."""

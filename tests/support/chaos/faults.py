@@ -207,10 +207,10 @@ def set_clocks(run: Run) -> None:
         folder = run.home / f"clock-{run.random.choice((-3600, 3600))}"
         folder.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(CLOCK.format(seconds=folder.name.removeprefix("clock-")))
-        for of_role in run.servers.environment.values():
-            of_role["PYTHONPATH"] = str(folder)
+        run.stack.packages = folder
         victim.kill()
         run.replace(victim)
+    run.stack.packages = None
     run.recovers()
 
 

@@ -25,6 +25,7 @@ class ProducerProcess:
         self, url: str, model: str, name: str, home: Path, speed: float = 1, program: str = PRODUCER
     ) -> None:
         self._file = home / f"{name}.jsonl"
+        self._counted_bytes, self._accepted = 0, 0
         arguments = [url, model, name, str(self._file), str(speed)]
         self._arguments = arguments
         self._program = program
@@ -45,7 +46,13 @@ class ProducerProcess:
 
     def accepted(self) -> int:
         """How many entries Redis has confirmed."""
-        return self._file.read_text().count(f'"{ACCEPTED}"') if self._file.exists() else 0
+        if self._file.exists():
+            with self._file.open("rb") as file:
+                file.seek(self._counted_bytes)
+                complete, newline, _ = file.read().rpartition(b"\n")  # the rest is being written
+            self._counted_bytes += len(complete) + len(newline)
+            self._accepted += complete.count(b'"%b"' % ACCEPTED.encode())
+        return self._accepted
 
     def wait_for_more(self, entries: int) -> None:
         """Wait until that many more entries are confirmed."""
