@@ -181,7 +181,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "run scripts",
             "evalsha eval",
             "batcher report requests batches batches_of progress order tickets result replies body kept "
-            "sequence sequences inbox workers draining statistics versions detail answer",
+            "sequence sequences inbox workers draining paused statistics versions detail answer",
         ),
         Grant("see whether somebody looks at a model", "exists", "watched"),
         Grant("load the script keep, which producers run", "script|load"),

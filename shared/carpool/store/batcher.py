@@ -123,6 +123,10 @@ class NotActiveError(Exception):
     """This batcher does not hold the lease any more, and must to do this. Nothing was written."""
 
 
+class PausedError(Exception):
+    """An operator has paused the model, so nothing was dispatched."""
+
+
 class ProcessLeftError(Exception):
     """A process of a bound model, or all of a version, for which a batch was to be dispatched, have left.
     Nothing was written."""
@@ -332,7 +336,7 @@ class BatcherStore:
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
         `settings`: those that its worker needs (`ModelSettings.for_workers`). `result_ttl_ms_max`: how long a
         result is kept at most, for requests that have records.
-        Raises NotActiveError and ProcessLeftError.
+        Raises NotActiveError, PausedError and ProcessLeftError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
         indexes: dict[Entry, int] = {}
@@ -342,7 +346,7 @@ class BatcherStore:
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         keys = self.keys
         script_keys = ScriptKeys(keys.requests, keys.batches, keys.tickets, keys.order)
-        script_keys.keys += [keys.workers, keys.draining, keys.batcher]
+        script_keys.keys += [keys.workers, keys.draining, keys.batcher, keys.paused]
         only_active_as = self.name if self.kind.has_sequences else ""
         model_fields: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         model_fields += ["settings", settings] if settings else []
@@ -432,6 +436,8 @@ class BatcherStore:
         reply = self._link.run(script, script_keys, args)
         if reply == b"NOT_ACTIVE":
             raise NotActiveError(self.keys.model)
+        if reply == b"PAUSED":
+            raise PausedError(self.keys.model)
         if reply == b"PROCESS_LEFT":
             raise ProcessLeftError(self.keys.model)
         return reply

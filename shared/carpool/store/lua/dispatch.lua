@@ -23,7 +23,10 @@
 -- While all living processes of a model drain, nothing is dispatched to a stream: the last of them leaves when that is
 -- empty, and a batcher that reads late that it drains would add a batch which then waits for the next process.
 --
--- KEYS  1 requests   2 batches   3 tickets   4 order   5 workers   6 draining   7 batcher
+-- Of a model that is paused nothing is dispatched, from the moment at which an operator's command has returned: a
+-- batcher reads of the pause later.
+--
+-- KEYS  1 requests   2 batches   3 tickets   4 order   5 workers   6 draining   7 batcher   8 paused
 --       .. inboxes, streams of versions, the set of versions
 -- ARGV  1 entries to put into the order, '' if none
 --       2 of a model with sequences the name of this batcher, else ''
@@ -41,6 +44,7 @@
 --       7 absent, or for requests that have records (record.lua): how long the model keeps a result at most (ms), then
 --         for each the index of its entry, and the index in KEYS of the record
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written
+--       | 'PAUSED' if the model is: nothing was written
 --       | 'PROCESS_LEFT' if one of these processes, or all of such a version, have left, or if all processes drain:
 --         nothing was written. Else
 --         { IDs of missing entries },
@@ -53,6 +57,7 @@
 -- GRANT batcher workers zscore zrevrangebyscore
 -- GRANT batcher draining scard sismember
 -- GRANT batcher batcher get
+-- GRANT batcher paused exists
 -- GRANT batcher versions sismember
 local function all_drain(workers, draining)
   local number = redis.call('SCARD', draining)
@@ -67,6 +72,7 @@ local function all_drain(workers, draining)
 end
 
 if ARGV[2] ~= '' and redis.call('GET', KEYS[7]) ~= ARGV[2] then return 'NOT_ACTIVE' end
+if redis.call('EXISTS', KEYS[8]) == 1 then return 'PAUSED' end
 local take = argument_reader(3)
 local processes = take_list(take)
 for _, process in ipairs(processes) do
