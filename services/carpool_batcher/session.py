@@ -518,6 +518,7 @@ class Session:
 
     def _follow_pause(self, snapshot: ModelSnapshot) -> None:
         """Whether an operator has paused the model, and whether what arrives is refused."""
+        self._store.sees_pauses = snapshot.denied is None
         paused, pause = snapshot.paused, None
         if paused is not None:
             pause = Pause(paused.reason, paused.refuses_from_ms * 1000 if paused.refuses else None)

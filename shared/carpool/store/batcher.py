@@ -157,6 +157,7 @@ class BatcherStore:
         self.name = ""  # of the batcher, which must hold the lease to refuse requests; if empty, it need not
         self.kind = ModelKind.PLAIN  # if it has sequences, it must hold the lease to dispatch them, too
         self.versions: Sequence[str] = ()  # that have batch streams of their own
+        self.sees_pauses = True  # else its rules in Redis are of before there were pauses
 
     def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
@@ -346,7 +347,7 @@ class BatcherStore:
         put_back = [(indexes[entry], *_put_back_args(entry, parts)) for entry, parts in remaining.items()]
         keys = self.keys
         script_keys = ScriptKeys(keys.requests, keys.batches, keys.tickets, keys.order)
-        script_keys.keys += [keys.workers, keys.draining, keys.batcher, keys.paused]
+        script_keys.keys += [keys.workers, keys.draining, keys.batcher]
         only_active_as = self.name if self.kind.has_sequences else ""
         model_fields: list[Argument] = ["dispatched_us", self.clock.now_us(), "result_ttl_ms", result_ttl_ms]
         model_fields += ["settings", settings] if settings else []
@@ -354,7 +355,8 @@ class BatcherStore:
             self._batch_element(dispatch, indexes, model_fields, script_keys, result_ttl_ms_max)
             for dispatch in dispatches
         ]
-        args: list[Argument] = [_arrivals_arg(arrivals), only_active_as]
+        paused = script_keys.index(keys.paused) if self.sees_pauses else 0
+        args: list[Argument] = [_arrivals_arg(arrivals), only_active_as, paused]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
         versions = sorted({dispatch.version for dispatch in dispatches if dispatch.version})
         args += [script_keys.index(keys.versions) if versions else 0, *list_args(versions)]
