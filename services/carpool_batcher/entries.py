@@ -105,6 +105,11 @@ class UnreadEntries:
         self._refusals: list[Refusal] = []
         self._emptied: list[Entry] = []
 
+    @property
+    def are_any(self) -> bool:
+        """Whether some that waited when this batcher took over were not read."""
+        return self._last_id is not None
+
     def leaves(self, entry_id: bytes, flat: Sequence[bytes]) -> bool:
         """Whether this entry, which was read, is left for later."""
         if self._last_id is None:

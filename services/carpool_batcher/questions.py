@@ -11,7 +11,7 @@ Why: docs/decisions/0115.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -39,13 +39,21 @@ class Questions:
     """Those about one model. `due_us`: when they are to be answered; None: there are none."""
 
     def __init__(
-        self, store: BatcherStore, scheduler: Scheduler, recent: Recent, clock: RedisClock, log: Any
+        self,
+        store: BatcherStore,
+        scheduler: Scheduler,
+        recent: Recent,
+        clock: RedisClock,
+        log: Any,
+        is_reading: Callable[[], bool],
     ) -> None:
+        """`is_reading`: whether requests may wait that the batcher has not read yet."""
         self._store = store
         self._scheduler = scheduler
         self._recent = recent
         self._clock = clock
         self._log = log
+        self._is_reading = is_reading
         self._asked: list[WhereAsked] = []
         self._not_before_us = 0
 
@@ -110,7 +118,7 @@ class Questions:
             tuple(waiting),
             tuple([self._in_flight(*one) for one in scheduler.in_flight.find(name)][:FOUND_MAX]),
             self._recent.find_refused(name),
-            is_reading=scheduler.sequences.is_reading,
+            is_reading=self._is_reading(),
             withheld=scheduler.queue.withheld,
         )
         try:

@@ -24,7 +24,7 @@ Why: docs/decisions/0010.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, Final
@@ -34,7 +34,7 @@ import structlog
 from carpool.clock import RedisClock
 from carpool.keys import Keys
 from carpool.lifecycle import Loop
-from carpool.store.batcher import NotActiveError, ProcessLeftError
+from carpool.store.batcher import NotActiveError, PausedError, ProcessLeftError
 from carpool.store.connection import CommandError, Link, LinkError
 from carpool.store.detail import DETAIL_TTL_MS
 from carpool.store.directory import ModelSnapshot
@@ -57,6 +57,12 @@ EVICTION_INTERVAL_S: Final = 60.0  # how often it is looked whether Redis may di
 DISCOVERY_AGE_MAX_S: Final = 5.0  # reconnecting takes less
 STOP_S_MAX: Final = 5.0
 LOOP_SILENCE_MAX_S: Final = 30.0  # an iteration waits for 0.5 s, and Redis's timeout is 5 s
+# What a session may learn, before the next snapshot has it, from a dispatch that was not carried out.
+_CHANGED_SINCE: Final[Mapping[type[Exception], str]] = {
+    PausedError: "model was paused",
+    ProcessLeftError: "model process left",
+    VersionLeftError: "version has no workers any more",
+}
 
 
 @dataclass(slots=True)
@@ -373,13 +379,8 @@ class BatcherService:
             model.log_lost_lease()
             self._end(model)
             return False
-        except VersionLeftError:  # rare
-            self._log.info("version has no workers any more, starting over", model=self._current)
-            self._end(model)
-            self._leases_at_s = time.monotonic()
-            return False
-        except ProcessLeftError:  # rare: it left since the last snapshot. Redis tells what follows from that
-            self._log.info("model process left, starting over", model=self._current)
+        except tuple(_CHANGED_SINCE) as error:  # rare. Redis tells what follows from that
+            self._log.info(f"{_CHANGED_SINCE[type(error)]}, starting over", model=self._current)
             self._end(model)
             self._leases_at_s = time.monotonic()
             return False

@@ -119,7 +119,9 @@ class Session:
         self._early = EarlyRefusals()
         self._accounting = Accounting(meter, log, self.scheduler)
         self._accounting.versions = self._versions.read(snapshot)
-        self._questions = Questions(store, self.scheduler, self._accounting.recent, clock, log)
+        self._questions = Questions(
+            store, self.scheduler, self._accounting.recent, clock, log, self._is_reading
+        )
         self._detail: Detail | None = None  # only while somebody looks
         now_us = self._accounting.recent.began_us = clock.now_us()
         meter.activated(now_us)
@@ -239,6 +241,10 @@ class Session:
         if self._early.due_us is not None or self._questions.due_us is not None or self.backlog:
             return False
         return self._clock.now_us() - self._last_event_us > IDLE_AFTER_US
+
+    def _is_reading(self) -> bool:
+        """Whether requests may wait in Redis that were not read: it took over just now, or many arrive."""
+        return self.unread.are_any or bool(self.backlog.requests) or self.subscription.has_more
 
     def has_requests(self) -> bool:
         """Whether requests wait or are in flight, or results are withheld, as far as it knows."""
@@ -512,6 +518,7 @@ class Session:
 
     def _follow_pause(self, snapshot: ModelSnapshot) -> None:
         """Whether an operator has paused the model, and whether what arrives is refused."""
+        self._store.sees_pauses = snapshot.denied is None
         paused, pause = snapshot.paused, None
         if paused is not None:
             pause = Pause(paused.reason, paused.refuses_from_ms * 1000 if paused.refuses else None)
@@ -628,7 +635,7 @@ _InFlight = tuple[str, Dispatch, int]
 
 def _as_in_flight(batch: Batch) -> _InFlight:
     """The ID of a batch, its dispatch, and when that was; without its bodies, which are large."""
-    runs = [_as_run(run, batch.cost) for run in batch.runs]
+    runs = [_as_run(run, batch) for run in batch.runs]
     reason = cast(DispatchReason, batch.reason)
     dispatch = Dispatch(
         runs, reason, batch.lane, process=batch.process, version=batch.version, is_asked=batch.is_asked
@@ -636,8 +643,9 @@ def _as_in_flight(batch: Batch) -> _InFlight:
     return batch.id, dispatch, batch.dispatched_us
 
 
-def _as_run(batched: BatchedRun, cost: int) -> Run:
-    """A run in flight as the scheduler knows it; of its bodies only the names of stored ones are needed."""
+def _as_run(batched: BatchedRun, batch: Batch) -> Run:
+    """A run in flight as it was dispatched; of its bodies only the names of stored ones are needed."""
+    tenant, _ = batched.producer
     return Run(
         Entry(batched.entry_id, batched.arrival_us),
         batched.correlation_ids,
@@ -646,7 +654,14 @@ def _as_run(batched: BatchedRun, cost: int) -> Run:
         batched.reply_to,
         batched.arrival_us,
         batched.deadline_us,
-        cost=cost,
-        tickets=batched.tickets,
-        sequence=batched.sequence,
+        batched.priority,
+        batch.lane,
+        max(batched.cost, batch.cost),  # one of them, as the kind of the model is
+        batched.extra,
+        tenant,
+        batched.reply_columns,
+        batched.tickets,
+        batch.stream,
+        batched.sequence,
+        version=batch.version if batch.is_asked else "",
     )

@@ -85,9 +85,8 @@ def _serves(snapshot: Snapshot, node: NodeReport) -> str:
 
 
 def _of_seat(snapshot: Snapshot, node: NodeReport, seat: Seat) -> str:
-    of = snapshot.generation(seat.name.generation)
     title = " ".join(_served(snapshot, node, seat))
-    state = SeatState.DRAINING if of is None or seat.state is SeatState.YIELDED else seat.state
+    state = snapshot.shown_state(node, seat)
     return title if state is SeatState.SERVING else f"{title} ({state.lower()})"
 
 
@@ -128,5 +127,5 @@ def _seat_json(snapshot: Snapshot, node: NodeReport, seat: Seat) -> dict[str, An
         "version": version,
         "generation": seat.name.generation,
         "number": seat.name.number,
-        "state": seat.state,
+        "state": snapshot.shown_state(node, seat),
     }

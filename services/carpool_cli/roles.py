@@ -8,7 +8,8 @@ granted one by one to the roles that run it; EVAL alone permits no other command
 
 A grant is a set of commands on a set of keys. For Redis 7, each grant is a selector with exactly these. Redis
 6 has no selectors, only the commands and the keys of a user, so that each command of a role may be used on
-each of its keys, which is more than the grants say.
+each of its keys, which is more than the grants say. So whoever may store a body (SET) may overwrite what it
+may read, such as a gateway the report of a batcher: no other name of a key helps, nor another type.
 
 Why: docs/decisions/0032, and docs/decisions/0118 for the role console.
 """
@@ -181,7 +182,7 @@ ROLES: Final[Mapping[str, Sequence[Grant]]] = {
             "run scripts",
             "evalsha eval",
             "batcher report requests batches batches_of progress order tickets result replies body kept "
-            "sequence sequences inbox workers draining statistics versions detail answer",
+            "sequence sequences inbox workers draining paused statistics versions detail answer",
         ),
         Grant("see whether somebody looks at a model", "exists", "watched"),
         Grant("load the script keep, which producers run", "script|load"),

@@ -46,20 +46,40 @@ class _Transport(asyncio.Transport):
 
 class _Protocol(H11Protocol):
     """Ends a connection that sends no whole head of a request in time, or reads nothing of what is sent;
-    uvicorn alone waits for ever."""
+    uvicorn alone waits for ever. When there are as many as there may be, a new one takes the place of the one
+    that has been without a request for longest: clients that only connect keep no operator out. It is not a
+    limit for each address, because behind a proxy all have one."""
 
+    _quiet_since_s = 0.0  # without a request
     _ends: asyncio.TimerHandle | None = None
     _aborts: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Transport(transport, self.loop))
+        self._quiet_since_s = self.loop.time()
+        if len(self.connections) >= CONNECTIONS_MAX:
+            self._make_room()
         self._expect_head()
+
+    def _make_room(self) -> None:
+        others = (one for one in self.connections if isinstance(one, _Protocol) and one is not self)
+        quiet = [one for one in others if one.is_quiet and not one.transport.is_closing()]
+        if quiet:
+            min(quiet, key=lambda one: one._quiet_since_s).transport.abort()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it has no request that is not answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        self._quiet_since_s = self.loop.time()
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         requests_before = self.cycle
         super().data_received(data)
-        is_answered = self.cycle is None or self.cycle.response_complete
-        if self.cycle is not requests_before or not is_answered:
+        if self.cycle is not requests_before or not self.is_quiet:
             self._expect_nothing()
         elif self._ends is None:
             self._expect_head()

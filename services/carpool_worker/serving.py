@@ -25,11 +25,12 @@ def serve(
     *,
     on_serving: Callable[[], None] = lambda: None,
     on_failure: Callable[[str], None] = lambda reason: None,
+    on_drain: Callable[[bool], None] = lambda is_drained: None,
 ) -> int:
     """Serve a model until SIGTERM or SIGINT, then drain. Returns the status to exit with.
 
     It calls `on_serving` once the model takes batches, or `on_failure` with the reason if it cannot be
-    served.
+    served; then `on_drain` whenever an operator drains the worker, or undoes that.
     """
     stop = stop_on_signals()
     os.environ["CARPOOL_SERVED_MODEL"] = model.name
@@ -67,8 +68,12 @@ def serve(
     if not stop.is_set():  # else it may have been stopped before it was loaded
         on_serving()
     collect_garbage_rarely()
+    was_drained = False
     while not stop.wait(0.5):
         worker.summarize_if_due()
+        if worker.is_drained is not was_drained:
+            was_drained = worker.is_drained
+            on_drain(was_drained)
         if worker.failed.is_set():
             return 1  # what is in hand is redelivered when the lease runs out
     is_clean = worker.drain(settings.drain_s)

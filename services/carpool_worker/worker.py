@@ -388,6 +388,11 @@ class Worker:
     def _slots_in_use(self) -> int:
         return sum(replica.slots_in_use for replica in self._replicas)
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether an operator drains it."""
+        return self._operator_drain.is_ordered
+
     def summarize_if_due(self) -> None:
         """Log what was done since the last time, if that was a second ago."""
         self._batch_log.summarize_if_due()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Final, NamedTuple, cast
@@ -51,7 +52,7 @@ from support.command import carpool
 from support.console import Browser, printed_password
 from support.http import Connection, call
 from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 PAGES: Final = ("/", "/models/Echo", "/workers", "/nodes")
 ATTACK: Final = "<script>alert(1)</script>"
@@ -523,7 +524,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of a server with limits that are short enough for tests, and pages that fail."""
     monkeypatch.setattr(carpool_console.server, "HEAD_S_MAX", 0.2)
     monkeypatch.setattr(carpool_console.server, "UNREAD_S_MAX", 0.2)
+    with started_server() as url:
+        yield url
 
+
+@contextmanager
+def started_server() -> Iterator[str]:
     def failing(_: Request) -> Response:
         raise RuntimeError("secret")
 
@@ -545,6 +551,29 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield f"http://127.0.0.1:{port}"
     started.stop()
     assert not started.is_alive
+
+
+def test_clients_that_only_connect_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given all connections that there may be, of which one has a request that is not complete, when further
+    clients connect, expect that each is answered, and takes the place of the one that was quiet longest."""
+    monkeypatch.setattr(carpool_console.server, "HEAD_S_MAX", EVENTUALLY_S)
+    monkeypatch.setattr(carpool_console.server, "CONNECTIONS_MAX", 4)
+    with started_server() as url, ExitStack() as opened:
+
+        def connect(sends: bytes = b"") -> Connection:
+            connection = opened.enter_context(Connection(url))
+            connection.send(sends)
+            return connection
+
+        served = connect(POST + b"x")
+        assert served.answer().body == b"x"
+        served.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nx")
+        quiet = connect()
+        for _ in range(8):
+            assert connect(POST + b"x").answer().body == b"x"
+        wait_until(lambda: quiet.is_closed, description="the first that was quiet is ended")
+        served.send(b"y")
+        assert served.answer().body == b"xy"
 
 
 def test_clients_that_send_no_whole_head_are_ended(server: str) -> None:

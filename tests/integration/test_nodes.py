@@ -16,6 +16,7 @@ import pytest
 
 from carpool.client.aio import AsyncClient
 from carpool.keys import Keys
+from carpool.process_names import worker_of
 from support.command import carpool, running
 from support.repository import (
     load,
@@ -307,3 +308,13 @@ def test_new_interpreters_serve_as_forked_ones(tmp_path: Path, repository: Path)
         load(stack, "echo", "--version", "1")
         print(f"loaded after {time.monotonic() - began_s:.1f} s")
         assert infer(stack) == '"1:a"'
+
+
+def test_seat_whose_worker_is_drained_is_shown_as_draining(house: Stack) -> None:
+    load(house, "echo", "--version", "1", "--replicas", "1")
+    (process,) = house.live_workers("echo")
+    carpool(house.url, "drain", worker_of(process), check=True)
+    wait_until(lambda: not serving(house), description="its seat is not shown as serving")
+    assert "echo 1 (draining)" in carpool(house.url, "nodes", check=True).stdout
+    carpool(house.url, "drain", worker_of(process), "--undo", check=True)
+    wait_for_serving(house, {"1": 1})

@@ -46,6 +46,7 @@ class Process:
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.serves = False
+        self.is_drained = False
         self.ended = ""
         self.cannot_load = False
         self.is_draining = False

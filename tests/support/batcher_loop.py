@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from carpool.keys import DEFAULT_PREFIX, Keys
 from carpool.store.connection import Link
 from carpool_batcher.meter import BatcherMetrics
 from carpool_batcher.service import BatcherService
 from support.waiting import wait_until
+
+Value = TypeVar("Value")
 
 
 class BatcherLoop:
@@ -24,14 +26,14 @@ class BatcherLoop:
     def _new_service(self, name: str) -> BatcherService:
         return BatcherService(self.url, DEFAULT_PREFIX, name, self.metrics, {})
 
-    def run_until(self, condition: Callable[[], object], description: str) -> None:
-        """Run the loop until the condition holds."""
+    def run_until(self, condition: Callable[[], Value], description: str) -> Value:
+        """Run the loop until the condition holds. Returns what it returned."""
 
-        def ran() -> object:
+        def ran() -> Value:
             self.service.run_once()
             return condition()
 
-        wait_until(ran, description=description)
+        return wait_until(ran, description=description)
 
     def take_over(self, model: str = "m") -> None:
         """The batcher is killed, and its lease ends at once: another one takes over."""

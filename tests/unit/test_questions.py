@@ -59,8 +59,14 @@ class Asked:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.clock, self.store, self.recent = Clock(), Answers(), Recent()
+        self.is_reading = False
         self.questions = Questions(
-            cast(Any, self.store), scheduler, self.recent, cast(Any, self.clock), structlog.get_logger()
+            cast(Any, self.store),
+            scheduler,
+            self.recent,
+            cast(Any, self.clock),
+            structlog.get_logger(),
+            lambda: self.is_reading,
         )
 
     def ask(self, name: str) -> BatcherAnswer:

@@ -10,6 +10,7 @@ from carpool.keys import NodesKeys
 from carpool.wire.nodes import (
     NodeReport,
     OutcomeState,
+    SeatState,
     choose_version,
     decode_load,
     decode_snapshot,
@@ -17,6 +18,8 @@ from carpool.wire.nodes import (
     outcome_of,
     snapshot_commands,
 )
+from carpool_cli.nodes import as_json
+from carpool_console.pages.nodes import SeatView, nodes_of
 
 TIME = [b"1000", b"0"]
 LIVES, DEAD = b"1000001", b"1000000"
@@ -37,6 +40,16 @@ def test_snapshot_has_what_is_wanted_and_who_lives() -> None:
     assert outcome_of(found, None, "other", 7).state is OutcomeState.GONE
     assert outcome_of(found, b"FAILED no weights", "echo", 7) == (OutcomeState.FAILED, "no weights")
     assert len(snapshot_commands(NodesKeys())) == 5
+
+
+def test_seat_whose_worker_an_operator_drains_is_shown_as_draining() -> None:
+    report = NodeReport("a", 2, {"echo": ["2"]}, {}, drained=["7/0"]).encode().encode()
+    found = snapshot([b"echo", ECHO], [b"7/0", b"SERVING a"], [b"a", LIVES], [b"a", report])
+    ((node,), (wanted,)) = found.nodes, found.wanted
+    assert found.shown_state(node, node.seats[0]) is SeatState.DRAINING
+    assert found.serving(wanted) == 1  # its version is not loaded again because of that
+    assert nodes_of(found)[0].seats == [SeatView("echo", "2", "draining")]
+    assert as_json(found)["nodes"][0]["seats"][0]["state"] == "DRAINING"
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,14 @@ def test_a_result_may_be_withheld() -> None:
     assert any("withheld" in reading for reading in whereabouts(withheld=3).readings())
 
 
+def test_a_batcher_that_is_still_reading_may_not_know_a_request() -> None:
+    found = whereabouts(is_reading=True)
+    assert found.lines()[0] == "a of square: not found yet, its batcher is still reading what waits"
+    assert (found.state, found.as_json()["is_reading"]) == ("unknown", True)
+    assert "it waits, and its batcher has not read it yet" in found.readings()
+    assert whereabouts(waiting=[WAITING], is_reading=True).lines()[0] == "a of square: waiting"
+
+
 def test_without_a_batcher_a_request_may_wait() -> None:
     assert "it waits" in whereabouts("none").readings()
     assert "it waits" not in whereabouts().readings()

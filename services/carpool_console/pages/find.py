@@ -121,9 +121,10 @@ def _of_all(console: Console, wanted: str) -> tuple[list[Found], list[str]]:
             looks = find_in_each(link, together, wanted, timeout_s=_OF_EACH_S, with_dead=False)
             letters = no_errors(link.call_many(*[("XLEN", keys.dead) for keys in together]))
             for keys, where, number in zip(together, looks, letters, strict=True):
-                if where.state != "unknown" or where.batcher == "silent" or number:
+                is_open = where.state != "unknown" or where.batcher == "silent" or where.is_reading
+                if is_open or number:
                     one = _completed(console, link, keys, where)
-                    if where.state != "unknown" or where.batcher == "silent" or one.letters:
+                    if is_open or one.letters:
                         found.append(one)
     return found, []
 

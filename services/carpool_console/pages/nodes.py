@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from carpool.wire.nodes import NodeReport, OutcomeState, Seat, SeatState, Snapshot, Wanted, outcome_of
+from carpool.wire.nodes import NodeReport, OutcomeState, Seat, Snapshot, Wanted, outcome_of
 from carpool_console.access import console_of, render, viewer
 from carpool_console.console import Console
 
@@ -71,8 +71,7 @@ def nodes_of(snapshot: Snapshot) -> list[NodeView]:
 def _seat(snapshot: Snapshot, node: NodeReport, seat: Seat) -> SeatView:
     of = snapshot.generation(seat.name.generation)
     served = node.serves.get(str(seat.name), ("?", "?")) if of is None else (of.model, of.version)
-    state = SeatState.DRAINING if of is None or seat.state is SeatState.YIELDED else seat.state
-    return SeatView(*served, state.lower())
+    return SeatView(*served, snapshot.shown_state(node, seat).lower())
 
 
 def wanted_of(snapshot: Snapshot) -> list[WantedView]:

@@ -121,8 +121,9 @@ class Node:
         reasons = {title: reason for title, (reason, _) in self._reasons.items()}
         serves = {str(name): (one.wanted.model, one.wanted.version) for name, one in self._seats.items()}
         entries, replicas = self._read()
+        drained = [str(name) for name, one in self._seats.items() if one.process.is_drained]
         return NodeReport(
-            self.name, self._room, dict(entries), reasons, serves=serves, replicas=dict(replicas)
+            self.name, self._room, dict(entries), reasons, [], serves, dict(replicas), drained
         ).encode()
 
     def _carry_out(self, plan: Plan) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from carpool.lifecycle import die_with_parent, keep_freed_memory
 from carpool.settings import WorkerSettings
 from carpool_worker.devices import devices
-from carpool_worker.node.seat_process import REASON_CHARS_MAX, SERVES, Order
+from carpool_worker.node.seat_process import DRAINED, REASON_CHARS_MAX, SERVES, UNDRAINED, Order
 from carpool_worker.repository.repository import Repository
 from carpool_worker.served_model import ServedModel
 from carpool_worker.serving import serve
@@ -42,7 +42,11 @@ def main(argv: Sequence[str]) -> int:
         fail(str(error))
         return 1
     settings = WorkerSettings.model_construct(**order.settings)
-    return serve(settings, model, on_serving=lambda: tell(SERVES), on_failure=fail)
+
+    def follow(is_drained: bool) -> None:
+        tell(DRAINED if is_drained else UNDRAINED)
+
+    return serve(settings, model, on_serving=lambda: tell(SERVES), on_failure=fail, on_drain=follow)
 
 
 def _served_model(order: Order) -> ServedModel:

@@ -20,6 +20,8 @@ from typing import Any, Final, NamedTuple, Protocol
 from carpool.child_processes import exit_cause, wait_or_kill
 
 SERVES: Final = "serves"
+DRAINED: Final = "drained by an operator"
+UNDRAINED: Final = "takes batches again"
 REASON_CHARS_MAX: Final = 500
 
 
@@ -54,6 +56,7 @@ class SeatProcess(Protocol):
     """A process that loads a model and serves it. `poll` first, then look."""
 
     serves: bool
+    is_drained: bool  # by an operator: it takes nothing more, and stays
     ended: str  # why it is over, for people; empty while it runs
     cannot_load: bool  # it ended because the model cannot be loaded, so another try would end in the same way
 
@@ -75,6 +78,7 @@ class WorkerProcess:
 
     def __init__(self, order: Order, environment: Mapping[str, str]) -> None:
         self.serves = False
+        self.is_drained = False
         self.ended = ""
         self.cannot_load = False
         self._told = b""
@@ -107,7 +111,8 @@ class WorkerProcess:
             return
         self._read()
         self._sock.close()
-        reason = self._told.decode("utf-8", "replace").removeprefix(SERVES).strip()
+        told = self._told.decode("utf-8", "replace").splitlines()
+        reason = "\n".join([line for line in told if line not in (SERVES, DRAINED, UNDRAINED)]).strip()
         self.cannot_load = bool(reason)
         self.ended = reason or f"its worker process ended with {exit_cause(code)}"
 
@@ -117,6 +122,7 @@ class WorkerProcess:
                 self._told += part
         if self._told.startswith(SERVES.encode()):
             self.serves = True
+        self.is_drained = self._told.rfind(DRAINED.encode()) > self._told.rfind(UNDRAINED.encode())
 
     def drain(self) -> None:
         self._process.terminate()

@@ -123,6 +123,10 @@ class NotActiveError(Exception):
     """This batcher does not hold the lease any more, and must to do this. Nothing was written."""
 
 
+class PausedError(Exception):
+    """An operator has paused the model, so nothing was dispatched."""
+
+
 class ProcessLeftError(Exception):
     """A process of a bound model, or all of a version, for which a batch was to be dispatched, have left.
     Nothing was written."""
@@ -153,6 +157,7 @@ class BatcherStore:
         self.name = ""  # of the batcher, which must hold the lease to refuse requests; if empty, it need not
         self.kind = ModelKind.PLAIN  # if it has sequences, it must hold the lease to dispatch them, too
         self.versions: Sequence[str] = ()  # that have batch streams of their own
+        self.sees_pauses = True  # else its rules in Redis are of before there were pauses
 
     def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""
@@ -332,7 +337,7 @@ class BatcherStore:
         `arrivals`: tickets of entries that arrived, to be put into the order of results before that.
         `settings`: those that its worker needs (`ModelSettings.for_workers`). `result_ttl_ms_max`: how long a
         result is kept at most, for requests that have records.
-        Raises NotActiveError and ProcessLeftError.
+        Raises NotActiveError, PausedError and ProcessLeftError.
         """
         decided = {run for dispatch in dispatches for run in dispatch.runs}
         indexes: dict[Entry, int] = {}
@@ -350,7 +355,8 @@ class BatcherStore:
             self._batch_element(dispatch, indexes, model_fields, script_keys, result_ttl_ms_max)
             for dispatch in dispatches
         ]
-        args: list[Argument] = [_arrivals_arg(arrivals), only_active_as]
+        paused = script_keys.index(keys.paused) if self.sees_pauses else 0
+        args: list[Argument] = [_arrivals_arg(arrivals), only_active_as, paused]
         args += list_args([dispatch.process for dispatch in dispatches if dispatch.process])
         versions = sorted({dispatch.version for dispatch in dispatches if dispatch.version})
         args += [script_keys.index(keys.versions) if versions else 0, *list_args(versions)]
@@ -432,6 +438,8 @@ class BatcherStore:
         reply = self._link.run(script, script_keys, args)
         if reply == b"NOT_ACTIVE":
             raise NotActiveError(self.keys.model)
+        if reply == b"PAUSED":
+            raise PausedError(self.keys.model)
         if reply == b"PROCESS_LEFT":
             raise ProcessLeftError(self.keys.model)
         return reply

@@ -1,8 +1,9 @@
 """Where is a request? The active batcher is asked, and Redis is looked at, both in bounded steps.
 
 A request moves forward while one looks: it waits, is in flight, and is answered. The looks are in this order,
-so a request that moves is seen by a later one; if none sees it, all are repeated once. Waiting requests are
-known to the batcher only: their stream is not read. Batches in flight are read only while no batcher is
+so a request that moves is seen by a later one; if none sees it, all are repeated once, and again while the
+batcher has not read all that waits. Waiting requests are known to the batcher only: of their stream at most
+one entry is read, which has the ID of the request. Batches in flight are read only while no batcher is
 active; capacity bounds them. Dead letters are read page by page; the settings of the model bound these.
 
 Why: docs/decisions/0115.
@@ -19,6 +20,7 @@ from itertools import islice
 from typing import Any, Final
 
 from carpool.keys import CORRELATION_ID, WORKERS_GROUP, Keys, batch_stream, entry_of_batch
+from carpool.messages.requests import PRIORITY_DEFAULT
 from carpool.store.batcher import BatcherStore
 from carpool.store.connection import Command, CommandError, Link
 from carpool.store.directory import SETTLED_ENTRIES_MAX, no_errors
@@ -39,6 +41,7 @@ from carpool.wire.whereabouts import (
 ANSWER_S: Final = 3.0  # a batcher is awaited
 _LOOK_INTERVAL_S: Final = 0.005  # for its answer; doubled up to
 _LOOK_INTERVAL_S_MAX: Final = 0.08
+_READING_INTERVAL_S: Final = 0.2  # until a batcher that is still reading is asked again
 LETTERS_LOOKED_AT_MAX: Final = 20_000
 BATCHES_LOOKED_AT_MAX: Final = 1000  # while no batcher is active
 _PAGE: Final = 16  # dead letters read at a time: each has the body of its request
@@ -71,8 +74,18 @@ def find_in_each(
     if any(one.state != "unknown" for one in found):
         return found
     again = [keys for keys, one in zip(models, found, strict=True) if one.batcher != "silent"]
-    second = {one.model: one for one in _look(link, again, correlation_id, timeout_s, with_dead=with_dead)}
-    return [second.get(one.model, one) for one in found]
+    ends_s = time.monotonic() + timeout_s
+    while again:
+        second = {
+            one.model: one for one in _look(link, again, correlation_id, timeout_s, with_dead=with_dead)
+        }
+        found = [second.get(one.model, one) for one in found]
+        if time.monotonic() > ends_s or any(one.state != "unknown" for one in found):
+            break
+        again = [keys for keys in again if second[keys.model].is_reading]
+        if again:
+            time.sleep(_READING_INTERVAL_S)
+    return found
 
 
 def _look(
@@ -143,18 +156,31 @@ def _with_answer(
         return replace(found, batcher="silent", not_seen=[text])
     in_flight = _in_flight(link, keys, answer.in_flight)
     not_seen: list[str] = []
-    if answer.is_reading and not (answer.waiting or in_flight):
-        not_seen.append("its batcher took over just now, and has not read all requests that wait: ask again")
+    waiting: Sequence[Waiting] = answer.waiting
+    is_reading = answer.is_reading and not (waiting or in_flight)
+    if is_reading:
+        waiting = _unread(link, keys, found.correlation_id, "its batcher has not read it yet")
+        not_seen = ["its batcher has not read all requests that wait: it took over just now, or many arrive"]
     return replace(
         found,
         at_us=max(found.at_us, answer.at_us),
         batcher="answered",
-        waiting=answer.waiting,
+        waiting=waiting,
         in_flight=in_flight,
         refused=answer.refused,
         not_seen=not_seen,
         withheld=answer.withheld,
+        is_reading=is_reading,
     )
+
+
+def _unread(link: Link, keys: Keys, correlation_id: str, why: str) -> list[Waiting]:
+    """The request that waits, if its ID is that of its entry: then it is known without a batcher."""
+    if not _ENTRY_ID.fullmatch(correlation_id):
+        return []
+    if not link.call("XRANGE", keys.requests, correlation_id, correlation_id, "COUNT", 1):
+        return []
+    return [Waiting("", "", PRIORITY_DEFAULT, arrival_of(correlation_id), None, why)]
 
 
 def _await_answer(link: Link, key: str, ends_s: float) -> BatcherAnswer | None:
@@ -179,12 +205,11 @@ def _look_without_batcher(link: Link, keys: Keys, found: Whereabouts) -> Whereab
         "wait only those without a correlation ID of their own are found"
     )
     waiting: list[Waiting] = []
-    if _ENTRY_ID.fullmatch(found.correlation_id) and not in_flight:
-        entry_id = found.correlation_id
-        if link.call("XRANGE", keys.requests, entry_id, entry_id, "COUNT", 1):
-            why = "no batcher is active, so nothing is dispatched"
-            waiting = [Waiting("", "", 4, arrival_of(entry_id), None, why)]
-            text = "no batcher is active, so its lane, tenant and priority are not known"
+    if not in_flight:
+        why = "no batcher is active, so nothing is dispatched"
+        waiting = _unread(link, keys, found.correlation_id, why)
+    if waiting:
+        text = "no batcher is active, so its lane, tenant and priority are not known"
     return replace(found, waiting=waiting, in_flight=in_flight, not_seen=[text])
 
 

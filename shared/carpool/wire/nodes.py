@@ -115,7 +115,7 @@ class NodeReport(NamedTuple):
     `room`: how many model processes it runs at most. `entries`: the versions of each entry of its repository,
     ascending. `reasons`: by the title of what it could not load, why. `seats`: those that it has; so many are
     `used`. `serves`: by the name of a seat the model and the version of its process. `replicas`: how many its
-    entries declare, where that is not 1.
+    entries declare, where that is not 1. `drained`: the names of seats whose workers an operator drains.
     """
 
     name: str
@@ -125,6 +125,7 @@ class NodeReport(NamedTuple):
     seats: list[Seat] = []  # noqa: RUF012 (never changed)
     serves: dict[str, tuple[str, str]] = {}  # noqa: RUF012
     replicas: dict[str, int] = {}  # noqa: RUF012
+    drained: list[str] = []  # noqa: RUF012
 
     @property
     def used(self) -> int:
@@ -142,7 +143,7 @@ class NodeReport(NamedTuple):
 
     def encode(self) -> str:
         """What it publishes, as JSON. Its seats are elsewhere."""
-        published = ("room", "entries", "reasons", "serves", "replicas")
+        published = ("room", "entries", "reasons", "serves", "replicas", "drained")
         fields = {name: getattr(self, name) for name in published}
         return json.dumps(fields, separators=(",", ":"), sort_keys=True)
 
@@ -162,6 +163,13 @@ class Snapshot(NamedTuple):
         """Who has a seat, if that is a living node."""
         seat = self.seats.get(name)
         return seat if seat is not None and self.lives(seat.node) else None
+
+    def shown_state(self, node: NodeReport, seat: Seat) -> SeatState:
+        """What the process of a seat of this node does, for people: one whose generation leaves, or whose
+        worker an operator drains, takes nothing more."""
+        ends = seat.state is SeatState.YIELDED or self.generation(seat.name.generation) is None
+        is_drained = seat.state is SeatState.SERVING and str(seat.name) in node.drained
+        return SeatState.DRAINING if ends or is_drained else seat.state
 
     def serving(self, wanted: Wanted) -> int:
         """How many seats of a generation serve."""
@@ -233,7 +241,8 @@ def _decode_report(name: str, text: str, seats: Mapping[SeatName, Seat]) -> Node
             str(seat): (str(model), str(version)) for seat, (model, version) in fields["serves"].items()
         }
         replicas = {str(entry): int(number) for entry, number in fields["replicas"].items()}
-        return NodeReport(name, int(fields["room"]), entries, reasons, own, serves, replicas)
+        drained = list(map(str, fields.get("drained", ())))  # nodes of older versions do not tell it
+        return NodeReport(name, int(fields["room"]), entries, reasons, own, serves, replicas, drained)
     except (ValueError, TypeError, KeyError, AttributeError):  # it has not reported, or a user wrote it
         return NodeReport(name, 0, {}, {}, own)
 

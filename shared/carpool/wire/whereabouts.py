@@ -100,9 +100,12 @@ class FoundLetter(NamedTuple):
 
 
 class BatcherAnswer(NamedTuple):
-    """What an active batcher knows of the requests with one correlation ID. `is_reading`: it took over, and
-    has not read all requests that wait. `withheld`: how many results of the model are withheld until earlier
-    ones are delivered (`preserve_ordering`): the request's may be among them."""
+    """What an active batcher knows of the requests with one correlation ID.
+
+    `is_reading`: it has not read all requests that wait, because it took over just now, or many arrive.
+    `withheld`: how many results of the model are withheld until earlier ones are delivered
+    (`preserve_ordering`): the request's may be among them.
+    """
 
     batcher: str
     at_us: int
@@ -138,7 +141,8 @@ class Whereabouts:
     """Where the requests of a model with one correlation ID are, as far as that can be known.
 
     `batcher`: "answered"; "silent" if one is active and did not answer in time; "none" if none is active.
-    `not_seen`: what could not be looked at, and why: sentences. `withheld`: as in a BatcherAnswer.
+    `not_seen`: what could not be looked at, and why: sentences. `is_reading` and `withheld`: as in a
+    BatcherAnswer.
     """
 
     model: str
@@ -152,6 +156,7 @@ class Whereabouts:
     dead: Sequence[FoundLetter] = ()
     not_seen: Sequence[str] = ()
     withheld: int = 0
+    is_reading: bool = False
 
     @property
     def state(self) -> State:
@@ -178,6 +183,7 @@ class Whereabouts:
             "state": self.state,
             "at_us": self.at_us,
             "batcher": self.batcher,
+            "is_reading": self.is_reading,
             **found,
             "not_seen": list(self.not_seen),
             "readings": self.readings(),
@@ -190,6 +196,8 @@ class Whereabouts:
         readings = ["it was never sent to this model"]
         if self.batcher != "answered":
             readings.append("it waits")
+        elif self.is_reading:
+            readings.append("it waits, and its batcher has not read it yet")
         if self.withheld:
             readings.append("its result is withheld until earlier ones are delivered (preserve_ordering)")
         return [
@@ -201,7 +209,9 @@ class Whereabouts:
 
     def lines(self) -> list[str]:
         """All of it as sentences for a person, with texts of producers as they are: escape them."""
-        lines = [f"{self.correlation_id} of {self.model}: {self.state}"]
+        is_open = self.state == "unknown" and self.is_reading
+        state = "not found yet, its batcher is still reading what waits" if is_open else self.state
+        lines = [f"{self.correlation_id} of {self.model}: {state}"]
         lines += [line for one in self.waiting for line in self._of_waiting(one)]
         lines += [line for one in self.in_flight for line in self._of_in_flight(one)]
         for letter in self.dead:

@@ -23,11 +23,15 @@
 -- While all living processes of a model drain, nothing is dispatched to a stream: the last of them leaves when that is
 -- empty, and a batcher that reads late that it drains would add a batch which then waits for the next process.
 --
+-- Of a model that is paused nothing is dispatched, from the moment at which an operator's command has returned: a
+-- batcher reads of the pause later.
+--
 -- KEYS  1 requests   2 batches   3 tickets   4 order   5 workers   6 draining   7 batcher
---       .. inboxes, streams of versions, the set of versions
+--       .. paused, inboxes, streams of versions, the set of versions
 -- ARGV  1 entries to put into the order, '' if none
 --       2 of a model with sequences the name of this batcher, else ''
---       3.. list of the processes of a bound model that execute these batches
+--       3 index in KEYS of paused; 0 if this batcher may not read it: its rules are of before there were pauses
+--       4.. list of the processes of a bound model that execute these batches
 --       index in KEYS of the set of versions, and list of those that these batches are for; the index is 0 for none
 --       list of entry IDs
 --       list of entries that are dispatched only partly: index of the entry; what to put back (see put_back.lua)
@@ -41,6 +45,7 @@
 --       7 absent, or for requests that have records (record.lua): how long the model keeps a result at most (ms), then
 --         for each the index of its entry, and the index in KEYS of the record
 -- Returns 'NOT_ACTIVE' if another batcher has the lease, or none: nothing was written
+--       | 'PAUSED' if the model is: nothing was written
 --       | 'PROCESS_LEFT' if one of these processes, or all of such a version, have left, or if all processes drain:
 --         nothing was written. Else
 --         { IDs of missing entries },
@@ -53,6 +58,7 @@
 -- GRANT batcher workers zscore zrevrangebyscore
 -- GRANT batcher draining scard sismember
 -- GRANT batcher batcher get
+-- GRANT batcher paused exists
 -- GRANT batcher versions sismember
 local function all_drain(workers, draining)
   local number = redis.call('SCARD', draining)
@@ -67,7 +73,8 @@ local function all_drain(workers, draining)
 end
 
 if ARGV[2] ~= '' and redis.call('GET', KEYS[7]) ~= ARGV[2] then return 'NOT_ACTIVE' end
-local take = argument_reader(3)
+if ARGV[3] ~= '0' and redis.call('EXISTS', KEYS[tonumber(ARGV[3])]) == 1 then return 'PAUSED' end
+local take = argument_reader(4)
 local processes = take_list(take)
 for _, process in ipairs(processes) do
   if ARGV[2] ~= '' and not redis.call('ZSCORE', KEYS[5], process) then return 'PROCESS_LEFT' end
