@@ -114,7 +114,8 @@ async def test_what_no_replica_has_is_unconfirmed(primary: Server, replica: Serv
     within = rf"0 of 1 replicas confirmed the request within {confirm_s:g} s"
     primary.redis.script_load(KEEP.source)  # as a batcher does
     os.kill(replica.pid, signal.SIGSTOP)
-    async with AsyncClient(primary.url, durability=REPLICA) as client:
+    timeout_s = 30 + 3 * confirm_s  # on a busy machine Redis waits long, for one request after the other
+    async with AsyncClient(primary.url, durability=REPLICA, timeout=timeout_s) as client:
         large = client.submit(MODEL, b"x" * 100_000)
         small = client.submit(MODEL, 1)
         for pending in (large, small):
