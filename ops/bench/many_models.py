@@ -118,7 +118,7 @@ class Figures(NamedTuple):
 class ServingProcess:
     """In place of a process that serves."""
 
-    serves, ended, cannot_load = True, "", False
+    serves, is_drained, ended, cannot_load = True, False, "", False
 
     def poll(self) -> None: ...
 
