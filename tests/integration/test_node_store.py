@@ -164,19 +164,23 @@ def test_load_that_fails_leaves_what_served(house: House) -> None:
     assert not house.nodes["a"].fail(house.wanted(first), "later")  # it has settled, and is tried again
 
 
-def test_load_that_fails_leaves_what_served_in_part(house: House) -> None:
+@pytest.mark.parametrize("crashes", [False, True])
+def test_load_that_fails_leaves_what_served_in_part(house: House, crashes: bool) -> None:
     """Given a version of which one of two processes serves, expect that it is wanted again when what replaced
-    it cannot be loaded, and is complete at last; and that what could not be loaded is not wanted again."""
+    it cannot be loaded, and is complete at last, although its process has ended meanwhile; and that what
+    could not be loaded is not wanted again."""
     house.hold("a")
     first = house.load("1", 2)
     house.hold("a", f"{first}/0")
     second = house.load("2")
     assert house.operator.outcome("echo", first).state is OutcomeState.GONE
+    if crashes:
+        house.hold("a", f"{first}/0", state="FREE")
     house.hold("a", f"{second}/0")
     assert house.nodes["a"].fail(house.wanted(second), "no module named torch")
     assert house.staying == [first]
     assert house.operator.outcome("echo", first).state is OutcomeState.LOADING
-    house.hold("a", f"{first}/1", f"{second}/0")
+    house.hold("a", f"{first}/0", f"{first}/1", f"{second}/0")
     assert house.settle(first)
     assert house.operator.outcome("echo", second) == (OutcomeState.FAILED, "no module named torch")
     assert [wanted.generation for wanted in house.snapshot.wanted] == [first]

@@ -98,23 +98,24 @@ local function stay(seats, generation)
 end
 
 -- restore(seats, outcomes, generations): if none is left that is to stay, the newest one that settled does; if none
--- has settled, the newest one that serves, unless it could not be loaded. It has an outcome: that is over.
+-- has settled, the newest one that serves; if none serves, the newest one whose process ended since another one was to
+-- replace it. One that could not be loaded does not. It has an outcome: that is over.
 local function restore(seats, outcomes, generations)
-  local newest, serving
+  local settled, serving, served
   for _, generation in ipairs(generations) do
     if not generation.leaving and not generation.share then return end
-    if generation.settled and generation.leaving then newest = generation end
+    if generation.settled and generation.leaving then settled = generation end
     if not generation.settled and not generation.failed and not generation.share then
+      served = generation
       for index = 0, generation.replicas - 1 do
         local _, state = seat_of(seats, generation, index)
         if state == 'SERVING' then serving = generation end
       end
     end
   end
-  if not newest and serving then
-    newest = serving
-    redis.call('HDEL', outcomes, newest.generation)
-  end
-  if newest then stay(seats, newest) end
+  local newest = settled or serving or served
+  if not newest then return end
+  if newest ~= settled then redis.call('HDEL', outcomes, newest.generation) end
+  stay(seats, newest)
   return newest
 end
