@@ -13,6 +13,7 @@ Why: docs/decisions/0027, docs/decisions/0028, docs/decisions/0098.
 from __future__ import annotations
 
 import contextlib
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -359,6 +360,8 @@ class Codec:
         run, index = execution.locate(position)
         part = _NO_SEQUENCE if run.sequence is None else run.sequence[:3]
         ahead_us = self._wall_ahead_us if wall_ahead_us is None else wall_ahead_us
+        # Redis's time as this process knows it may be milliseconds behind: nothing arrives in the future.
+        arrival_s = min((run.arrival_us + ahead_us) / 1e6, time.time())
         return (
             run.correlation_ids[index],
             execution.batch.lane,
@@ -368,7 +371,7 @@ class Codec:
             run.content_type,
             run.priority,
             run.cost,
-            (run.arrival_us + ahead_us) / 1e6,
+            arrival_s,
             None if run.deadline_us is None else (run.deadline_us + ahead_us) / 1e6,
             execution.batch.epoch + execution.deaths.get(position, 0),
         )

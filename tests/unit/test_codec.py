@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -776,6 +777,16 @@ def test_model_that_asks_gets_the_fields_of_each_request() -> None:
         12: RequestInfo(ids[1], "lane", {}, arrival_s=arrival_s),
         31: RequestInfo(ids[2], "lane", {"user": b"u"}, arrival_s=arrival_s),
     }
+
+
+def test_no_request_has_arrived_in_the_future() -> None:
+    """Given a worker that takes Redis's time for 5 ms less than it is, expect that a request which arrived
+    just now did not arrive later than now."""
+    codec = codec_of(ANY, wants_requests=True)
+    execution = prepared(codec, request_of([1]))
+    ahead_us = time.time_ns() // 1000 - (execution.batch.runs[0].arrival_us - 5000)
+    arrival_s = RequestInfo(*codec.request_fields(execution, 0, ahead_us)).arrival_s
+    assert time.time() - 60 < arrival_s <= time.time()
 
 
 def test_model_that_does_not_ask_gets_no_request_fields() -> None:
