@@ -8,8 +8,9 @@ granted one by one to the roles that run it; EVAL alone permits no other command
 
 A grant is a set of commands on a set of keys. For Redis 7, each grant is a selector with exactly these. Redis
 6 has no selectors, only the commands and the keys of a user, so that each command of a role may be used on
-each of its keys, which is more than the grants say. So whoever may store a body (SET) may overwrite what it
-may read, such as a gateway the report of a batcher: no other name of a key helps, nor another type.
+each of its keys, which is more than the grants say. A role that stores bodies (SET) may also overwrite each
+key that it only needs to read: a gateway could write the report of a batcher. Neither another name nor
+another type of the key would prevent that.
 
 Why: docs/decisions/0032, and docs/decisions/0118 for the role console.
 """

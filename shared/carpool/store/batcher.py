@@ -157,7 +157,7 @@ class BatcherStore:
         self.name = ""  # of the batcher, which must hold the lease to refuse requests; if empty, it need not
         self.kind = ModelKind.PLAIN  # if it has sequences, it must hold the lease to dispatch them, too
         self.versions: Sequence[str] = ()  # that have batch streams of their own
-        self.sees_pauses = True  # else its rules in Redis are of before there were pauses
+        self.sees_pauses = True  # else its rules in Redis are older than pauses, and it may not look
 
     def last_settled_id(self) -> bytes:
         """The ID after which `settled` must be read to get only batches that are settled from now on."""

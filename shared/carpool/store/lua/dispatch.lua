@@ -30,7 +30,7 @@
 --       .. paused, inboxes, streams of versions, the set of versions
 -- ARGV  1 entries to put into the order, '' if none
 --       2 of a model with sequences the name of this batcher, else ''
---       3 index in KEYS of paused; 0 if this batcher may not read it: its rules are of before there were pauses
+--       3 index in KEYS of paused; 0 if this batcher may not read it, because its rules are older than pauses
 --       4.. list of the processes of a bound model that execute these batches
 --       index in KEYS of the set of versions, and list of those that these batches are for; the index is 0 for none
 --       list of entry IDs
