@@ -128,8 +128,8 @@ class PausedError(Exception):
 
 
 class ProcessLeftError(Exception):
-    """A process of a bound model, or all of a version, for which a batch was to be dispatched, have left.
-    Nothing was written."""
+    """Nothing was dispatched, because no process would take it: those for which it was meant have left (one
+    of a bound model, or all of a version), or all processes of the model drain."""
 
 
 class Dispatched(NamedTuple):
