@@ -366,6 +366,12 @@ def test_reader_knows_whether_there_may_be_more(
     for count, has_more in ((3, True), (2, False)):
         assert len(read_until(reader, subscription)) == count
         assert subscription.has_more == has_more
+    for _ in range(3):
+        redis.xadd(Keys("m").requests, {"a": "b"})
+    assert len(read_until(reader, subscription)) == 3
+    assert subscription.has_more
+    reads = (reader.read(0.01) for _ in range(READS_MAX))
+    assert any(not subscription.has_more for _ in reads), "a reply without this stream says so"
     reader.close()
 
 

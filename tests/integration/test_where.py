@@ -335,7 +335,7 @@ def test_suspect_and_then_dead(stack: Stack, link: Link, tmp_path: Path) -> None
 
 def test_detail_is_published_only_while_somebody_looks(stack: Stack, link: Link, busy: Path) -> None:
     """It has what waits by lane, tenant and priority, batches, and errors; and expires when nobody looks."""
-    assert read_detail(link, KEYS) is None
+    wait_until(lambda: read_detail(link, KEYS) is None, description="nobody looks, as in tests before")
     for number in range(4):
         stack.send(
             MODEL, body="1", correlation_id=name(), lane="wide", tenant=f"t{number % 2}", priority=number
@@ -345,9 +345,10 @@ def test_detail_is_published_only_while_somebody_looks(stack: Stack, link: Link,
     def detail() -> ModelDetail | None:
         watch(link, KEYS)
         found = read_detail(link, KEYS)
-        return found if found is not None and found.priorities else None
+        has_all = found is not None and sum(one.waiting for one in found.priorities) == 4 and found.errors
+        return found if has_all else None
 
-    found = wait_until(detail, description="the detail is published")
+    found = wait_until(detail, description="the detail of all of them is published")
     assert found is not None
     (wide,) = [lane for lane in found.lanes if lane.lane == "wide"]
     assert wide.waiting == 4

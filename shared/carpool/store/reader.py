@@ -294,6 +294,13 @@ class _Xread:
         """The stream with this name."""
         return self.streams[self._by_name[name]]
 
+    def forget_more(self) -> None:
+        """The latest command was answered, so no subscription `has_more` unless the reply says so."""
+        for stream in self.streams:
+            subscription = stream.subscription
+            if subscription.has_more and stream is subscription.requests:
+                subscription.has_more = False
+
     def unread(
         self, reply: Sequence[tuple[bytes, list[RawEntry]]]
     ) -> list[tuple[StreamCursor, list[RawEntry]]]:
@@ -430,7 +437,9 @@ class _Watch:
         for xread, reply in zip(self._xreads, self._receive(), strict=False):
             if isinstance(reply, CommandError):
                 rejected = reply
-            elif reply:
+                continue
+            xread.forget_more()  # a stream without entries is not in the reply
+            if reply:
                 for name, entries in reply:
                     stream = xread.stream(name)
                     if stream is stream.subscription.requests:
