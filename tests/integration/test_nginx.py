@@ -193,8 +193,9 @@ def test_a_killed_gateway_fails_no_request_that_has_a_key(
     a gateway is killed, and another one serves at its address later."""
     load = Load(nginx, has_keys=True)
     try:
-        victim = gateways[0]
+        victim, other = gateways
         load.wait_for_more(10)
+        wait_until_used(other, load)
         victim.kill()
         load.wait_for_more(10)
         gateways[0] = shared.gateway("--port", victim.url.rpartition(":")[2])
@@ -214,15 +215,19 @@ def test_gateways_are_replaced_without_a_failed_request(
         for at in (0, 1):
             load.wait_for_more(50)
             assert gateways[at].terminate() == 0
-            started = gateways[at] = shared.gateway("--port", gateways[at].url.rpartition(":")[2])
-            wait_until(
-                lambda: load.wrong or _answers_of(started) > 0,  # noqa: B023
-                description="nginx uses it, 5 s after the one before refused a connection",
-            )
+            gateways[at] = shared.gateway("--port", gateways[at].url.rpartition(":")[2])
+            wait_until_used(gateways[at], load)
         load.wait_for_more(50)
     finally:
         load.stop()
     assert not load.wrong
+
+
+def wait_until_used(gateway: Service, load: Load) -> None:
+    """Wait until nginx gives requests to this gateway, or an answer is wrong. It gives none for 5 s after two
+    connections failed, and be it those to a gateway that had its address before."""
+    before = _answers_of(gateway)
+    wait_until(lambda: load.wrong or _answers_of(gateway) > before, description="nginx uses the gateway")
 
 
 def _answers_of(gateway: Service) -> int:
