@@ -153,14 +153,16 @@ class Run:
         return not self._call(lambda redis: redis.xrange(batches, "-", entry_id, count=1))
 
     def _probe(self) -> None:
-        """Send a request until it is answered."""
+        """Send requests until one is answered, be it late."""
         end_s = time.monotonic() + SETTLE_S_MAX
+        results: list[str] = []
         while time.monotonic() < end_s:
             self._probes += 1
             name = f"probe-{self._probes}"
+            results.append(KEYS.result(name))
             try:
                 self.stack.redis.xadd(KEYS.requests, {"correlation_id": name, "body": '"probe"'})
-                if self.stack.redis.blpop([KEYS.result(name)], PROBE_S):
+                if self.stack.redis.blpop(results, PROBE_S):
                     return
             except RedisError:
                 time.sleep(0.02)
