@@ -100,11 +100,9 @@ def _serve_tests(listener: socket.socket) -> Program:
     select.select([listener], [], [])  # many test runs of a few files start no service
     _import_all(PRELOADED)
     del sys.path[0]  # the folder of the tests, which no service has
-    template_pid = os.getpid()
     while True:
         orders, _ = listener.accept()
         if _is_of_this_user(orders) and os.fork() == 0:
-            die_with_parent(template_pid)
             listener.close()
             orders.send(str(os.getpid()).encode())
             return _Server(orders).run()
