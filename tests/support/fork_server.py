@@ -1,7 +1,7 @@
 """The processes that fork for the tests: template, fork servers and starters (see `support.forking`).
 
-    python -m support.fork_server template DESCRIPTOR
-    python -m support.fork_server starter DESCRIPTOR
+    python -m support.fork_server template PARENT DESCRIPTOR
+    python -m support.fork_server starter PARENT DESCRIPTOR
 
 The *template* imports what tests start, and forks itself for each process of tests that connects to the
 socket with this descriptor: a *fork server*, which gets that process's orders on the connection. So modules
@@ -66,7 +66,8 @@ _HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 
 
 def _main() -> NoReturn:
-    role, descriptor = sys.argv[1:]
+    role, parent_pid, descriptor = sys.argv[1:]
+    die_with_parent(int(parent_pid))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then end this process
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, if the tests run under nohup
     given = socket.socket(fileno=int(descriptor))

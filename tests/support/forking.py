@@ -35,7 +35,6 @@ from types import ModuleType
 from typing import IO, ClassVar, Final
 from unittest import mock
 
-from carpool.lifecycle import command_that_dies_with_parent
 from support.child_forking import Order, forking_subprocess
 
 TESTS: Final = Path(__file__).parents[1]
@@ -194,9 +193,8 @@ class _Starter:
 
 def _launch(role: str, given: socket.socket) -> subprocess.Popen[bytes]:
     """Start a process of `support.fork_server` that ends with this one."""
-    command = [sys.executable, "-m", "support.fork_server", role, str(given.fileno())]
     return subprocess.Popen(
-        command_that_dies_with_parent(command),
+        [sys.executable, "-m", "support.fork_server", role, str(os.getpid()), str(given.fileno())],
         cwd=TESTS,
         pass_fds=(given.fileno(),),
         stdin=subprocess.DEVNULL,
