@@ -15,14 +15,17 @@ from typing import Any, Final
 
 import hypothesis
 import pytest
+from xdist.workermanage import WorkerController
 
 from carpool_cli.local.embedded import find_servers
+from support.forking import Template
 from support.hangs import HangWatch
 from support.one_thread import compute_in_one_thread
 from support.scheduling import Scheduling
 from support.stack import Stack
 
 SERVERS: Final = find_servers()
+_TEMPLATE: Final = "template_address"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,8 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     hypothesis.settings.load_profile("any machine")
     compute_in_one_thread()
+    if ours := getattr(config, "workerinput", {}):
+        Template.use(ours[_TEMPLATE])
     config.pluginmanager.register(HangWatch(config))
     config.pluginmanager.register(Scheduling())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """If several processes run the tests, what they fork is forked from one template."""
+    node.workerinput[_TEMPLATE] = Template.of_this_run()
 
 
 def pytest_collection() -> None:

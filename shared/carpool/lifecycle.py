@@ -6,6 +6,7 @@ Why: docs/decisions/0029 and docs/decisions/0036.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import queue
@@ -53,10 +54,15 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
 
 
 def _request_kill_on_parent_death() -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(
             ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed: the process would outlive its parent"
         )
+
+
+@functools.cache  # a process that a program forks need not load it anew, which takes 0.5 ms there
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _watch_parent(parent: int) -> NoReturn:
@@ -144,7 +150,7 @@ def keep_freed_memory() -> None:
     """
     if not _ON_LINUX or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
         return
-    libc = ctypes.CDLL(None)
+    libc = _libc()
     if hasattr(libc, "gnu_get_libc_version"):  # musl has no mallopt
         libc.mallopt(_M_MMAP_THRESHOLD, _HEAP_BLOCK_BYTES_MAX)
         libc.mallopt(_M_TRIM_THRESHOLD, _FREED_BYTES_KEPT_MAX)

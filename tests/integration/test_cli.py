@@ -630,7 +630,8 @@ def test_up_warns_of_an_override_that_the_batcher_rejects(tmp_path: Path) -> Non
 def test_stop_does_not_wait_for_a_loading_model(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     with Up(tmp_path, "slow.py:Slow", "--redis-port", str(embedded.free_port())) as started:
-        wait_until(lambda: len(started.descendants()) == 4, description="the model loads", timeout_s=START_S)
+        # Redis, the batcher, the worker, its model process, the gateway and the operators' page.
+        wait_until(lambda: len(started.descendants()) == 6, description="the model loads", timeout_s=START_S)
         pids = started.descendants()
         assert started.end() == 0
         wait_until(lambda: have_ended(pids), description="its model process has ended too")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from conftest import SERVERS, name_of
 from support.cluster import free_port_of_node
 from support.command import carpool, clean_environment
 from support.configured import NO_PERSISTENCE, ConfiguredRedis
-from support.forking import forked_children
+from support.forking import ForkedProcess, ForkServer
 from support.sentinel import Sentinel
 from support.stack import START_S, Stack
 from support.waiting import EVENTUALLY_S, wait_until
@@ -382,25 +381,17 @@ def test_up_with_a_socket_never_shows_the_password(server: Path, tmp_path: Path)
     options = (*NO_PERSISTENCE, "--requirepass", secret)
     with ConfiguredRedis(tmp_path / "redis", *options, binary=server) as locked:
         out, err = tmp_path / "out", tmp_path / "err"
-        # Command lines are those of new interpreters, and the same on each server.
-        forked = server != SERVERS[0]
-        starting = forked_children(sys.modules[__name__]) if forked else contextlib.nullcontext()
-        with starting, out.open("wb") as stdout, err.open("wb") as stderr:
-            up = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "carpool_cli",
-                    "up",
-                    "square",
-                    "--redis-url",
-                    f"unix://{locked.socket}",
-                ],
-                env={**clean_environment(), "CARPOOL_REDIS_PASSWORD_FILE": str(tmp_path / "password")},
-                cwd=tmp_path,
-                stdout=stdout,
-                stderr=stderr,
-            )
+        arguments = ["up", "square", "--redis-url", f"unix://{locked.socket}"]
+        environment = {**clean_environment(), "CARPOOL_REDIS_PASSWORD_FILE": str(tmp_path / "password")}
+        up: ForkedProcess | subprocess.Popen[bytes]
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            # Command lines are those of new interpreters, and the same on each server.
+            if server == SERVERS[0]:
+                command = [sys.executable, "-m", "carpool_cli", *arguments]
+                up = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=stdout, stderr=stderr)
+            else:
+                forks = ForkServer.of_this_process()
+                up = forks.start("carpool_cli", arguments, tmp_path, environment, stdout, stderr)
         try:
             wait_until(
                 lambda: "Press Ctrl-C to stop everything." in out.read_text() or up.poll() is not None,

@@ -3,11 +3,13 @@
 So a worker forks its model processes, `carpool up` its services, and the process of the tests what it starts
 inside `forking.forked_children`.
 
-Such a process has threads, so it must not fork itself. Another one forks for it, as often as it is asked, the
-*starter*: that of the tests has the fork server, and a forked process forks a starter while it has only one
-thread. What is started is the child of the process that asked all the same, and ends with it: the starter
-forks twice, and the kernel gives a process whose parent has ended to the next ancestor that asked for such
-orphans (PR_SET_CHILD_SUBREAPER), here the process that asked.
+Such a process has threads, so it must not fork itself. While it has only one, it forks as many processes as
+it will usually start, which wait until they are told what to become, and a *starter*, which forks all others.
+That of the tests is an interpreter (see `support.fork_server`).
+
+What is started is the child of the process that asked all the same, and ends with it: the starter forks
+twice, and the kernel gives a process whose parent has ended to the next ancestor that asked for such orphans
+(PR_SET_CHILD_SUBREAPER), here the process that asked.
 """
 
 from __future__ import annotations
@@ -29,20 +31,15 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from carpool.lifecycle import die_with_parent
 
-STARTER: Final = "starter"  # the name of the process, in /proc/PID/comm
+STARTER: Final = "starter"  # the name of a process that waits for orders, in /proc/PID/comm
 ORDER_BYTES_MAX: Final = 256 * 1024
 DESCRIPTORS_MAX: Final = 4  # with an order: for the reply, two streams, and what is inherited
 
-_PR_SET_NAME: Final = 15  # linux/prctl.h
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)  # not loaded anew in each process, which takes 0.2 ms
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _OF_GROUPS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # are sent to all processes of a group
-# Of programs that start interpreters: the modules that do it, and with which first argument, if not any.
-_STARTING: Final[dict[str, tuple[Sequence[str], str | None]]] = {
-    "carpool_worker": (("carpool_worker.process_handle", "carpool_worker.node.seat_process"), None),
-    "carpool_worker.node.seat": (("carpool_worker.process_handle",), None),
-    "carpool_cli": (("carpool_cli.local.supervisor",), "up"),
-}
-
 Program = Callable[[], int]  # what a forked process runs; returns its exit status
 
 
@@ -60,6 +57,24 @@ class Order(NamedTuple):
     parent_pid: int = 0
     has_session: bool = False
     packages: str = ""
+
+
+class Starting(NamedTuple):
+    """How a program starts interpreters: which modules do it, with which first argument of the program, if
+    not with any, and how many processes it usually starts."""
+
+    modules: Sequence[str]
+    first: str | None
+    processes: int
+
+
+_STARTING: Final = {
+    "carpool_worker": Starting(
+        ["carpool_worker.process_handle", "carpool_worker.node.seat_process"], None, 1
+    ),
+    "carpool_worker.node.seat": Starting(["carpool_worker.process_handle"], None, 1),
+    "carpool_cli": Starting(["carpool_cli.local.supervisor"], "up", 4),
+}
 
 
 def become(order: Order, output: int, errors: int, *inherited: int) -> Program:
@@ -99,6 +114,11 @@ def fork_orphan(order: Order, descriptors: list[int], release: Callable[[], None
     release()
     while os.getppid() == between:
         time.sleep(0.0005)
+    return _become_child(order, descriptors)
+
+
+def _become_child(order: Order, descriptors: list[int]) -> Program:
+    """Tell the pid of this process on the first descriptor, and become what the order says."""
     for number in _OF_GROUPS:  # before others know the pid: a signal must not be lost
         signal.signal(number, signal.SIG_DFL)
     reply, *others = descriptors
@@ -106,24 +126,52 @@ def fork_orphan(order: Order, descriptors: list[int], release: Callable[[], None
     return become(order, *others)
 
 
-def forking_subprocess(orders: socket.socket) -> SimpleNamespace:
-    """In place of the module `subprocess`: has the starter that reads these orders fork.
+def serve_children(orders: socket.socket, prepare: Callable[[str], None] | None = None) -> Program:
+    """The starter, until its process ends. Returns in each forked process, with what that is to run.
+
+    `prepare` is called with the module of an order before a process is forked for it."""
+    while True:
+        order, descriptors = _receive_order(orders)
+        if prepare is not None:
+            prepare(order.module)
+        program = fork_orphan(order, descriptors, orders.close)
+        if program is not None:
+            return program
+
+
+def _serve_one(orders: socket.socket) -> Program:
+    """What this process is to become, once that is ordered."""
+    order, descriptors = _receive_order(orders)
+    orders.close()
+    _prctl(_PR_SET_PDEATHSIG, 0)  # whether it ends with its parent is for the program to say
+    return _become_child(order, descriptors)
+
+
+def _receive_order(orders: socket.socket) -> tuple[Order, list[int]]:
+    data, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES_MAX, DESCRIPTORS_MAX)
+    if not data:
+        os._exit(0)
+    return Order(*json.loads(data)), descriptors
+
+
+def forking_subprocess(starters: list[socket.socket]) -> SimpleNamespace:
+    """In place of the module `subprocess`: sends orders to these. Each takes one, the last one all others.
 
     Output must go to files: a forked process has the streams of its starter's interpreter, which cannot be
     made those of a pipe.
     """
 
     class Popen(_ForkingPopen):
-        starter = orders
+        orders = starters
 
     names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
     return SimpleNamespace(Popen=Popen, **names)
 
 
 class _ForkingPopen(subprocess.Popen[bytes]):
-    """Has the starter fork an interpreter. All but starting is as in `subprocess.Popen`."""
+    """Has an interpreter forked. All but starting is as in `subprocess.Popen`."""
 
-    starter: socket.socket
+    orders: list[socket.socket]
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def _execute_child(self, command: list[str], *more: Any) -> None:
@@ -144,10 +192,11 @@ class _ForkingPopen(subprocess.Popen[bytes]):
         )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         streams = [1 if output == -1 else output, 2 if errors == -1 else errors]
-        message = json.dumps([True, *order]).encode()
+        message = json.dumps(order).encode()
         with self._lock, ours:  # only now: else this process got the children of those that it kills
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            socket.send_fds(self.starter, [message], [theirs.fileno(), *streams, *inherited])
+            starter = self.orders.pop(0) if len(self.orders) > 1 else self.orders[0]
+            socket.send_fds(starter, [message], [theirs.fileno(), *streams, *inherited])
             theirs.close()
             pid = ours.recv(32)
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
@@ -165,16 +214,16 @@ def _program(order: Order) -> Program:
     if order.packages:
         _replace_packages(order.packages)
     if order.folder is None:
-        main = _main_module(order.module)
+        main = main_module(order.module)
     else:
         os.chdir(order.folder)
         sys.path.insert(0, order.folder)  # for programs that are files of a test
-        main = _main_module(order.module)
+        main = main_module(order.module)
         sys.path.remove(order.folder)
     sys.argv = [str(main.__file__), *order.arguments]
-    starting, first = _STARTING.get(order.module, ((), None))
-    if starting and first in (None, *order.arguments[:1]) and not _is_worker_of_a_file(order):
-        child = _fork_children([importlib.import_module(name) for name in starting])
+    starting = _STARTING.get(order.module)
+    if starting and starting.first in (None, *order.arguments[:1]) and not _is_worker_of_a_file(order):
+        child = fork_children(starting)
         if child is not None:
             return child
     return lambda: main.main(order.arguments)
@@ -197,43 +246,35 @@ def _replace_packages(folder: str) -> None:
         importlib.import_module("sitecustomize")
 
 
-def _main_module(name: str) -> ModuleType:
+def main_module(name: str) -> ModuleType:
     """What `python -m name` runs."""
     module = importlib.import_module(name)
     return importlib.import_module(f"{name}.__main__") if hasattr(module, "__path__") else module
 
 
-def _fork_children(starting: Sequence[ModuleType]) -> Program | None:
-    """From now on the interpreters that these modules start are forked.
+def fork_children(starting: Starting) -> Program | None:
+    """From now on the interpreters that this process starts are forked.
 
     Returns None in this process, and in each of those what it is to run.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    modules = [importlib.import_module(name) for name in starting.modules]
     parent_pid = os.getpid()
-    if os.fork() == 0:
-        for number in _OF_GROUPS:
-            signal.signal(number, signal.SIG_IGN)
-        die_with_parent(parent_pid)
-        ours.close()
-        _name_this_process(STARTER)
-        return _serve(theirs)
-    theirs.close()
-    forking = forking_subprocess(ours)
-    for module in starting:
-        vars(module)["subprocess"] = forking
+    starters: list[socket.socket] = []
+    for serve in [*[_serve_one] * starting.processes, serve_children]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        starters.append(ours)
+        if os.fork() == 0:
+            for number in _OF_GROUPS:
+                signal.signal(number, signal.SIG_IGN)
+            die_with_parent(parent_pid)
+            for other in starters:
+                other.detach()  # stays open: this process does not run when its parent ends, but is killed
+            _name_this_process(STARTER)
+            return serve(theirs)
+        theirs.close()
+    for module in modules:
+        vars(module)["subprocess"] = forking_subprocess(starters)
     return None
-
-
-def _serve(orders: socket.socket) -> Program:
-    """The starter, until its process ends. Returns in each forked process, with what that is to run."""
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES_MAX, DESCRIPTORS_MAX)
-        if not data:
-            os._exit(0)
-        _, *order = json.loads(data)
-        program = fork_orphan(Order(*order), descriptors, orders.close)
-        if program is not None:
-            return program
 
 
 def _name_this_process(name: str) -> None:
@@ -241,5 +282,5 @@ def _name_this_process(name: str) -> None:
 
 
 def _prctl(option: int, value: Any) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

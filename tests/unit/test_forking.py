@@ -17,14 +17,27 @@ import pytest
 
 import carpool
 from carpool.lifecycle import command_that_dies_with_parent
-from support.forking import ForkedProcess, ForkServer, forked_children
+from support.forking import ForkedProcess, ForkServer, Template, forked_children
 from support.waiting import wait_until
 
 # A service that tells what it was given, then does what its first argument says.
 PROGRAM: Final = textwrap.dedent(
     """
-    import atexit, json, os, signal, sys, threading
+    import atexit, ctypes, json, os, signal, subprocess, sys, threading
+    from support.child_forking import Starting, fork_children
+    def ended_by_parent():
+        number = ctypes.c_int()
+        ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+        return number.value
     def main(argv):
+        if argv[0] == "start":
+            program = fork_children(Starting(["probe.__main__"], None, 1))
+            if program is not None:
+                return program()
+            for ending in ("0", "1", "2"):
+                child = subprocess.Popen([sys.executable, "-P", "-m", "probe", "end", ending])
+                assert child.wait() == int(ending)
+            return 0
         print(json.dumps({
             "argv": argv,
             "sys_argv": sys.argv[1:],
@@ -35,6 +48,8 @@ PROGRAM: Final = textwrap.dedent(
             "descriptors": len(os.listdir("/proc/self/fd")) - 1,
             "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             "parent": os.getppid(),
+            "ended_by_parent": ended_by_parent(),
+            "sigterm": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
             "session": os.getsid(0),
             "stdin": sys.stdin.read(),
         }), flush=True)
@@ -93,6 +108,8 @@ def test_a_service_gets_what_a_new_interpreter_would(start: Start, tmp_path: Pat
         "descriptors": 3,
         "sigint": True,
         "parent": ForkServer.of_this_process().pid,
+        "ended_by_parent": signal.SIGKILL,
+        "sigterm": True,
         "session": os.getsid(0),
         "stdin": "",
     }
@@ -165,15 +182,33 @@ def test_a_pid_is_not_given_to_another_before_the_status_was_read(start: Start) 
     process.kill()  # is no longer sent
 
 
-def test_services_end_with_the_tests(tmp_path: Path) -> None:
-    """The process that starts them may be killed at any moment."""
+def test_what_a_service_starts_is_forked_as_its_child(start: Start, tmp_path: Path) -> None:
+    """By the process that waits for what is started first, then by the starter."""
+    process = start("start", A="b")
+    assert process.wait(10) == 0, (tmp_path / "output").read_text()
+    children = [json.loads(line) for line in (tmp_path / "output").read_text().splitlines()]
+    assert [child["argv"] for child in children] == [["end", ending] for ending in "012"]
+    assert len({process.pid, *(child["pid"] for child in children)}) == 4
+    for child in children:
+        assert (child["parent"], child["environment"], child["folder"]) == (
+            process.pid,
+            {"A": "b"},
+            str(tmp_path),
+        )
+        assert (child["ended_by_parent"], child["sigint"], child["sigterm"]) == (0, True, True)
+        assert (child["descriptors"], child["stdin"]) == (3, "")
+
+
+def test_services_end_with_the_process_of_tests(tmp_path: Path) -> None:
+    """The process that starts them may be killed at any moment; others of the same test run go on."""
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "__main__.py").write_text(PROGRAM)
     starter = textwrap.dedent(
         f"""
         import sys, time
         from pathlib import Path
-        from support.forking import ForkServer
+        from support.forking import ForkServer, Template
+        Template.use({Template.of_this_run()!r})
         folder = Path({str(tmp_path)!r})
         with open(folder / "output", "wb") as output:
             server = ForkServer.of_this_process()
@@ -182,6 +217,7 @@ def test_services_end_with_the_tests(tmp_path: Path) -> None:
         time.sleep(60)
         """
     )
+    server = ForkServer.of_this_process()
     command = [sys.executable, "-c", starter]
     folder = Path(__file__).parents[1]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE) as process:
@@ -190,6 +226,30 @@ def test_services_end_with_the_tests(tmp_path: Path) -> None:
         told(tmp_path)
         process.kill()
     wait_until(lambda: _state(pid) in (None, "Z"), description="the service ends with its starter")
+    assert ForkServer.of_this_process() is server and server.is_alive
+
+
+def test_the_template_ends_with_the_test_run() -> None:
+    starter = textwrap.dedent(
+        """
+        import time
+        from support.forking import Template
+        Template.of_this_run()
+        time.sleep(60)
+        """
+    )
+    command = [sys.executable, "-c", starter]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[1]) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(children.read_text, description="it is started")
+        pid = int(children.read_text())
+        wait_until(lambda: "template" in _command_line(pid), description="it runs")
+        process.kill()
+    wait_until(lambda: _state(pid) in (None, "Z"), description="it ends with the process that started it")
+
+
+def _command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def _state(pid: int) -> str | None:
