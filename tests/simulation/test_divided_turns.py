@@ -126,7 +126,7 @@ def test_no_sequence_is_served_with_a_gap(requests: list[Request], serves: int, 
 FAULTS: Final = Faults(of_property(dying, play))
 
 
-@FAULTS.found(examples=87)
+@FAULTS.found(examples=87, first_seed=57000)
 def write_changes_last(patch: Patch) -> None:
     def part_of(together: Any, by_sequence: Any) -> Generator[None, None, Part]:
         return Part(_refusals(together))
@@ -135,7 +135,7 @@ def write_changes_last(patch: Patch) -> None:
     patch.setattr(refusals, "_part_of", part_of)
 
 
-@FAULTS.found(examples=299)
+@FAULTS.found(examples=299, first_seed=3000)
 def write_in_another_order(patch: Patch) -> None:
     """What stands last comes first."""
 
@@ -147,7 +147,7 @@ def write_in_another_order(patch: Patch) -> None:
     patch.setattr(refusals, "_packed", packed)
 
 
-@FAULTS.found(examples=172)
+@FAULTS.found(examples=172, first_seed=42000)
 def know_only_the_last_break(patch: Patch) -> None:
     original = Sequences.decide
 

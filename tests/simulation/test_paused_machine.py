@@ -75,10 +75,10 @@ TestPaused.settings = hypothesis_settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
-FAULTS: Final = Faults(of_machine(PausedMachine, steps=40), first_seed=15000)
+FAULTS: Final = Faults(of_machine(PausedMachine, steps=40))
 
 
-@FAULTS.found(examples=7)
+@FAULTS.found(examples=7, first_seed=3000)
 def dispatch_while_paused(patch: Patch) -> None:
     """A poll forgets the pause."""
 
@@ -92,7 +92,7 @@ def dispatch_while_paused(patch: Patch) -> None:
     patch.setattr(Scheduler, "poll_in_pieces", poll)
 
 
-@FAULTS.found(examples=28)
+@FAULTS.found(examples=28, first_seed=3000)
 def refuse_what_arrived_before_the_pause(patch: Patch) -> None:
     def refuses(pause: Pause, _run: Run) -> bool:
         return pause.refuses_from_us is not None

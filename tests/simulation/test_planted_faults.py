@@ -26,10 +26,10 @@ from simulation.test_scheduler_machine import SchedulerMachine
 from support.planting import Fault, Faults, Patch, of_machine
 from unit import test_fairness as examples
 
-FAULTS: Final = Faults(of_machine(SchedulerMachine, steps=40), first_seed=15000)
+FAULTS: Final = Faults(of_machine(SchedulerMachine, steps=40))
 
 
-@FAULTS.found(examples=12)
+@FAULTS.found(examples=12, first_seed=3000)
 def lose_the_rest_of_a_cut_run(patch: Patch) -> None:
     """All that is left has the ID of its first request, so that the counts are right."""
 
@@ -42,7 +42,7 @@ def lose_the_rest_of_a_cut_run(patch: Patch) -> None:
     patch.setattr(Run, "cut", cut)
 
 
-@FAULTS.found(examples=12)
+@FAULTS.found(examples=12, first_seed=3000)
 def dispatch_a_cut_run_whole(patch: Patch) -> None:
     def cut(run: Run, _count: int) -> Run:
         return run
@@ -50,7 +50,7 @@ def dispatch_a_cut_run_whole(patch: Patch) -> None:
     patch.setattr(Run, "cut", cut)
 
 
-@FAULTS.found(examples=36)
+@FAULTS.found(examples=36, first_seed=36000)
 def keep_a_part_out_of_its_entry(patch: Patch) -> None:
     def insert_part(run: Run, ids: list[str], bodies: Bodies, tickets: Tickets | None) -> Run:
         part = original(run, ids, bodies, tickets)
@@ -65,7 +65,7 @@ def keep_a_part_out_of_its_entry(patch: Patch) -> None:
     patch.setattr(Run, "separate", separate)
 
 
-@FAULTS.found(examples=98)
+@FAULTS.found(examples=98, first_seed=12000)
 def keep_withdrawn_requests(patch: Patch) -> None:
     def withdraw(queue: Queue, arrived_later: ArrivedLater) -> list[Refusal]:
         waiting = [run for lane in queue.lanes.values() for run in lane]
@@ -76,7 +76,7 @@ def keep_withdrawn_requests(patch: Patch) -> None:
     patch.setattr(Queue, "withdraw", withdraw)
 
 
-@FAULTS.found(examples=12)
+@FAULTS.found(examples=12, first_seed=3000)
 def count_a_run_as_one(patch: Patch) -> None:
     """If there is space for one request of a run, there is for all of them."""
 
@@ -92,7 +92,7 @@ def count_a_run_as_one(patch: Patch) -> None:
     patch.setattr(BatchSpace, "add", add)
 
 
-@FAULTS.found(examples=12)
+@FAULTS.found(examples=12, first_seed=3000)
 def ignore_cost_of_all_but_one(patch: Patch) -> None:
     def add(space: BatchSpace, run: Run, start: int, count: int) -> int:
         cost = space.cost
@@ -105,7 +105,7 @@ def ignore_cost_of_all_but_one(patch: Patch) -> None:
     patch.setattr(BatchSpace, "add", add)
 
 
-@FAULTS.found(examples=10)
+@FAULTS.found(examples=10, first_seed=3000)
 def admit_more_than_fits(patch: Patch) -> None:
     def admit_part(queue: Queue, run: Run, *_: object, **__: object) -> list[Refusal]:
         queue._insert(run, 0)
@@ -114,7 +114,7 @@ def admit_more_than_fits(patch: Patch) -> None:
     patch.setattr(Queue, "_admit_part", admit_part)
 
 
-@FAULTS.found(examples=10)
+@FAULTS.found(examples=10, first_seed=3000)
 def forget_only_the_first_run(patch: Patch) -> None:
     def forget(queue: Queue, runs: Iterable[Run]) -> None:
         original(queue, list(runs)[:1])
@@ -123,7 +123,7 @@ def forget_only_the_first_run(patch: Patch) -> None:
     patch.setattr(Queue, "forget", forget)
 
 
-@FAULTS.found(examples=10)
+@FAULTS.found(examples=10, first_seed=3000)
 def expire_only_single_requests(patch: Patch) -> None:
     def watch(deadlines: Deadlines, run: Run, *arguments: Any) -> None:
         if len(run) == 1:
@@ -133,7 +133,7 @@ def expire_only_single_requests(patch: Patch) -> None:
     patch.setattr(Deadlines, "watch", watch)
 
 
-@FAULTS.found(examples=99)
+@FAULTS.found(examples=99, first_seed=42000)
 def count_positions_by_run(patch: Patch) -> None:
     def in_flight(*arguments: Any) -> InFlightBatch:
         batch = original(*arguments)
@@ -143,7 +143,7 @@ def count_positions_by_run(patch: Patch) -> None:
     patch.setattr(BatchesInFlight, "_take", in_flight)
 
 
-@FAULTS.found(examples=98)
+@FAULTS.found(examples=98, first_seed=12000)
 def refuse_the_wrong_requests(patch: Patch) -> None:
     def take(queue: Queue, run: Run, indexes: Sequence[int]) -> Run:
         return original(queue, run, range(len(indexes)))
@@ -152,7 +152,7 @@ def refuse_the_wrong_requests(patch: Patch) -> None:
     patch.setattr(Queue, "take", take)
 
 
-@FAULTS.found(examples=10)
+@FAULTS.found(examples=10, first_seed=3000)
 def overlook_that_a_lane_changed(patch: Patch) -> None:
     """The dispatcher may then look at the same claim for ever."""
 
@@ -164,12 +164,12 @@ def overlook_that_a_lane_changed(patch: Patch) -> None:
     patch.setattr(LaneIndex, "put", put)
 
 
-@FAULTS.found(examples=112)
+@FAULTS.found(examples=112, first_seed=30000)
 def keep_an_expired_run_in_its_place(patch: Patch) -> None:
     patch.setattr(lane, "_rank", lambda run: 1 + run.priority)
 
 
-@FAULTS.found(examples=82)
+@FAULTS.found(examples=82, first_seed=3000)
 def wait_for_every_run_of_a_tenant(patch: Patch) -> None:
     """A run that does not fit whole closes the batch."""
 
@@ -196,7 +196,7 @@ def choose_lanes_by_arrival_only(patch: Patch) -> None:
     patch.setattr(LaneIndex, "first", first)
 
 
-@FAULTS.found(examples=203)
+@FAULTS.found(examples=203, first_seed=15000)
 def count_only_the_first_of_a_batch(patch: Patch) -> None:
     """What else fits into the batch costs its tenants almost nothing."""
 
@@ -224,7 +224,7 @@ def let_full_batches_overtake_for_ever(patch: Patch) -> None:
     patch.setattr(Dispatcher, "_next_claim", next_claim)
 
 
-@FAULTS.found(examples=79)
+@FAULTS.found(examples=79, first_seed=3000)
 def look_for_requests_too_late(patch: Patch) -> None:
     def earliest_dispatch_us(dispatcher: Dispatcher, now_us: int) -> int:
         return original(dispatcher, now_us) + 1000
@@ -233,7 +233,7 @@ def look_for_requests_too_late(patch: Patch) -> None:
     patch.setattr(Dispatcher, "earliest_dispatch_us", earliest_dispatch_us)
 
 
-@FAULTS.found(examples=52)
+@FAULTS.found(examples=52, first_seed=3000)
 def take_an_outdated_timer_for_the_next_one(patch: Patch) -> None:
     """The timers behind it are dropped with it."""
 

@@ -20,14 +20,14 @@ from support.planting import Fault, Faults, Patch, of_machine
 from support.sequence_harness import SequenceStore
 from unit import test_sequences as examples
 
-FAULTS: Final = Faults(of_machine(SequencesMachine, steps=40), first_seed=3000)
+FAULTS: Final = Faults(of_machine(SequencesMachine, steps=40))
 
 
 def before_several_breaks() -> None:
     examples.test_requests_before_several_breaks_are_served(takes_over=False)
 
 
-@FAULTS.found(examples=10)
+@FAULTS.found(examples=10, first_seed=3000)
 def send_two_of_a_sequence(patch: Patch) -> None:
     """A dispatched head does not count as in flight."""
 
@@ -43,7 +43,7 @@ def send_two_of_a_sequence(patch: Patch) -> None:
     patch.setattr(Sequences, "dispatch", dispatch)
 
 
-@FAULTS.found(examples=29)
+@FAULTS.found(examples=29, first_seed=9000)
 def forget_what_is_in_flight_at_takeover(patch: Patch) -> None:
     patch.setattr(Sequences, "adopt", lambda self, run, process="": None)
 
@@ -59,7 +59,7 @@ def serve_in_the_order_of_reading(patch: Patch) -> None:
     patch.setattr(Takeover, "record", record)
 
 
-@FAULTS.found(examples=11)
+@FAULTS.found(examples=11, first_seed=3000)
 def serve_counted_requests_as_they_come(patch: Patch) -> None:
     def turn_of(self: Segment, next_index: int) -> Run | None:
         return min(self.rest(), key=place_of, default=None)
@@ -67,7 +67,7 @@ def serve_counted_requests_as_they_come(patch: Patch) -> None:
     patch.setattr(Segment, "turn_of", turn_of)
 
 
-@FAULTS.found(examples=217)
+@FAULTS.found(examples=217, first_seed=30000)
 def leak_a_head(patch: Patch) -> None:
     """A head that is withdrawn still counts as one."""
 
@@ -79,7 +79,7 @@ def leak_a_head(patch: Patch) -> None:
     patch.setattr(Sequences, "removed", removed)
 
 
-@FAULTS.found(examples=8)
+@FAULTS.found(examples=8, first_seed=3000)
 def forget_a_follower(patch: Patch) -> None:
     """Nothing happens when a request succeeded."""
 
@@ -100,7 +100,7 @@ def serve_what_comes_after_a_failure(patch: Patch) -> None:
     patch.setattr(Followers, "_refuse_after", refuse_after)
 
 
-@FAULTS.found(examples=86)
+@FAULTS.found(examples=86, first_seed=9000)
 def accept_what_comes_after_a_failure(patch: Patch) -> None:
     def judge(self: Sequences, run: Run) -> Any:
         refused = original(self, run)
@@ -110,7 +110,7 @@ def accept_what_comes_after_a_failure(patch: Patch) -> None:
     patch.setattr(Sequences, "judge", judge)
 
 
-@FAULTS.found(examples=11)
+@FAULTS.found(examples=11, first_seed=3000)
 def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
     """Idle time counts from the last arrival, whatever waits or is in flight."""
 
@@ -123,12 +123,12 @@ def end_a_sequence_with_waiting_requests(patch: Patch) -> None:
     patch.setattr(Heads, "_advance", advance)
 
 
-@FAULTS.found(examples=6)
+@FAULTS.found(examples=6, first_seed=3000)
 def never_end_a_sequence(patch: Patch) -> None:
     patch.setattr(Heads, "_end_long_idle", lambda self, now_us, idle_us: iter(()))
 
 
-@FAULTS.found(examples=13)
+@FAULTS.found(examples=13, first_seed=45000)
 def begin_without_space(patch: Patch) -> None:
     def recount(self: Heads, sequence: OneSequence) -> None:
         original(self, sequence)
@@ -139,12 +139,12 @@ def begin_without_space(patch: Patch) -> None:
     patch.setattr(Heads, "_recount", recount)
 
 
-@FAULTS.found(examples=47)
+@FAULTS.found(examples=47, first_seed=45000)
 def never_begin_what_waits_for_space(patch: Patch) -> None:
     patch.setattr(Heads, "_begin_waiting", lambda self, now_us: None)
 
 
-@FAULTS.found(examples=6)
+@FAULTS.found(examples=6, first_seed=3000)
 def count_a_refused_follower_as_waiting(patch: Patch) -> None:
     def apply(self: Queue, decided: Any) -> None:
         original(self, decided._replace(refusals=[]))
@@ -153,7 +153,7 @@ def count_a_refused_follower_as_waiting(patch: Patch) -> None:
     patch.setattr(Queue, "apply", apply)
 
 
-@FAULTS.found(examples=19)
+@FAULTS.found(examples=19, first_seed=3000)
 def serve_a_request_that_was_sent_twice(patch: Patch) -> None:
     patch.setattr(OneSequence, "known_id", lambda self, part: None)
 

@@ -14,10 +14,10 @@ from carpool_worker.model_process.stepping.stepper import Stepper
 from simulation.test_stepper_machine import StepperMachine
 from support.planting import Fault, Faults, Patch, of_machine
 
-FAULTS: Final = Faults(of_machine(StepperMachine, steps=30), first_seed=3000)
+FAULTS: Final = Faults(of_machine(StepperMachine, steps=30))
 
 
-@FAULTS.found(examples=36)
+@FAULTS.found(examples=36, first_seed=9000)
 def free_a_slot_twice(patch: Patch) -> None:
     def end(held: Slots[Any], key: int) -> None:
         original(held, key)
@@ -27,12 +27,12 @@ def free_a_slot_twice(patch: Patch) -> None:
     patch.setattr(Slots, "end", end)
 
 
-@FAULTS.found(examples=9)
+@FAULTS.found(examples=9, first_seed=9000)
 def keep_the_slot_of_a_dropped_request(patch: Patch) -> None:
     patch.setattr(Slots, "drop", lambda held, key: held._running.get(key))
 
 
-@FAULTS.found(examples=9)
+@FAULTS.found(examples=9, first_seed=9000)
 def keep_dropped_requests_waiting(patch: Patch) -> None:
     def drop(held: Slots[Any], key: int) -> Any:
         return original(held, key) if key in held._running else None
@@ -41,7 +41,7 @@ def keep_dropped_requests_waiting(patch: Patch) -> None:
     patch.setattr(Slots, "drop", drop)
 
 
-@FAULTS.found(examples=124)
+@FAULTS.found(examples=124, first_seed=27000)
 def keep_the_cost_of_a_dropped_request(patch: Patch) -> None:
     def drop(held: Slots[Any], key: int) -> Any:
         request = original(held, key)
@@ -52,7 +52,7 @@ def keep_the_cost_of_a_dropped_request(patch: Patch) -> None:
     patch.setattr(Slots, "drop", drop)
 
 
-@FAULTS.found(examples=75)
+@FAULTS.found(examples=75, first_seed=9000)
 def free_cost_twice(patch: Patch) -> None:
     def end(held: Slots[Any], key: int) -> None:
         held._cost -= held._running[key].cost
@@ -62,7 +62,7 @@ def free_cost_twice(patch: Patch) -> None:
     patch.setattr(Slots, "end", end)
 
 
-@FAULTS.found(examples=12)
+@FAULTS.found(examples=12, first_seed=3000)
 def admit_the_last_first(patch: Patch) -> None:
     def admit(held: Slots[Any]) -> list[Any]:
         held._waiting = dict(reversed(held._waiting.items()))
@@ -72,12 +72,12 @@ def admit_the_last_first(patch: Patch) -> None:
     patch.setattr(Slots, "_admit", admit)
 
 
-@FAULTS.found(examples=59)
+@FAULTS.found(examples=59, first_seed=9000)
 def ignore_costs(patch: Patch) -> None:
     patch.setattr(slots, "_is_over", lambda cost, cost_max: False)
 
 
-@FAULTS.found(examples=52)
+@FAULTS.found(examples=52, first_seed=9000)
 def stop_at_a_request_that_costs_too_much(patch: Patch) -> None:
     """Also where nothing runs: it never gets a slot."""
 
@@ -91,7 +91,7 @@ def stop_at_a_request_that_costs_too_much(patch: Patch) -> None:
     patch.setattr(Slots, "_admit", admit)
 
 
-@FAULTS.found(examples=55)
+@FAULTS.found(examples=55, first_seed=3000)
 def step_all_with_one_that_is_alone(patch: Patch) -> None:
     def next_round(held: Slots[Any], *, admits: bool) -> Round[Any]:
         planned = original(held, admits=admits)
@@ -101,7 +101,7 @@ def step_all_with_one_that_is_alone(patch: Patch) -> None:
     patch.setattr(Slots, "next_round", next_round)
 
 
-@FAULTS.found(examples=56)
+@FAULTS.found(examples=56, first_seed=33000)
 def begin_others_before_the_step_that_is_owed(patch: Patch) -> None:
     def next_round(held: Slots[Any], *, admits: bool) -> Round[Any]:
         return original(held)
@@ -110,7 +110,7 @@ def begin_others_before_the_step_that_is_owed(patch: Patch) -> None:
     patch.setattr(Slots, "next_round", next_round)
 
 
-@FAULTS.found(examples=25)
+@FAULTS.found(examples=25, first_seed=3000)
 def send_what_begin_emitted_after_the_step(patch: Patch) -> None:
     def pop_advances(
         stepper: Stepper, generations: Sequence[Generation], *, has_stepped: bool = False
@@ -121,12 +121,12 @@ def send_what_begin_emitted_after_the_step(patch: Patch) -> None:
     patch.setattr(Stepper, "_pop_advances", pop_advances)
 
 
-@FAULTS.found(examples=72)
+@FAULTS.found(examples=72, first_seed=3000)
 def lose_what_is_put_back(patch: Patch) -> None:
     patch.setattr(Slots, "put_back", Slots.end)
 
 
-@FAULTS.found(examples=142)
+@FAULTS.found(examples=142, first_seed=3000)
 def put_back_at_the_end(patch: Patch) -> None:
     def put_back(held: Slots[Any], key: int) -> None:
         held._waiting[key] = held._running[key]
@@ -135,12 +135,12 @@ def put_back_at_the_end(patch: Patch) -> None:
     patch.setattr(Slots, "put_back", put_back)
 
 
-@FAULTS.found(examples=49)
+@FAULTS.found(examples=49, first_seed=3000)
 def exceed_the_slots_by_one_that_is_alone(patch: Patch) -> None:
     patch.setattr(Slots, "lacks_space", False)
 
 
-@FAULTS.found(examples=54)
+@FAULTS.found(examples=54, first_seed=27000)
 def go_on_after_one_that_is_alone(patch: Patch) -> None:
     def add_alone(held: Slots[Any], request: Any, steps: int) -> None:
         original(held, request, steps)
@@ -150,7 +150,7 @@ def go_on_after_one_that_is_alone(patch: Patch) -> None:
     patch.setattr(Slots, "add_alone", add_alone)
 
 
-@FAULTS.found(examples=11)
+@FAULTS.found(examples=11, first_seed=3000)
 def take_only_one_step_alone(patch: Patch) -> None:
     def add_alone(held: Slots[Any], request: Any, steps: int) -> None:
         original(held, request, 1)
@@ -159,7 +159,7 @@ def take_only_one_step_alone(patch: Patch) -> None:
     patch.setattr(Slots, "add_alone", add_alone)
 
 
-@FAULTS.found(examples=245)
+@FAULTS.found(examples=245, first_seed=24000)
 def stay_alone_after_a_drop(patch: Patch) -> None:
     """All others wait as if it were still to be alone."""
 
@@ -171,7 +171,7 @@ def stay_alone_after_a_drop(patch: Patch) -> None:
     patch.setattr(Slots, "drop", drop)
 
 
-@FAULTS.found(examples=9)
+@FAULTS.found(examples=9, first_seed=9000)
 def drop_without_end(patch: Patch) -> None:
     def drop(stepper: Stepper, keys: Sequence[int]) -> None:
         for key in keys:
@@ -180,7 +180,7 @@ def drop_without_end(patch: Patch) -> None:
     patch.setattr(Stepper, "drop", drop)
 
 
-@FAULTS.found(examples=9)
+@FAULTS.found(examples=9, first_seed=9000)
 def end_dropped_requests_twice(patch: Patch) -> None:
     def drop(stepper: Stepper, keys: Sequence[int]) -> None:
         dropped = [generation for generation in stepper._slots.running if generation.key in keys]
@@ -193,7 +193,7 @@ def end_dropped_requests_twice(patch: Patch) -> None:
     patch.setattr(Stepper, "drop", drop)
 
 
-@FAULTS.found(examples=58)
+@FAULTS.found(examples=58, first_seed=3000)
 def begin_anew_without_end(patch: Patch) -> None:
     def restarted(stepper: Stepper, generations: Sequence[Generation]) -> Sequence[Generation]:
         for generation in generations:
@@ -203,7 +203,7 @@ def begin_anew_without_end(patch: Patch) -> None:
     patch.setattr(Stepper, "_restarted", restarted)
 
 
-@FAULTS.found(examples=58)
+@FAULTS.found(examples=58, first_seed=3000)
 def fail_all_where_the_model_raised(patch: Patch) -> None:
     def restarted(stepper: Stepper, generations: Sequence[Generation]) -> Sequence[Generation]:
         for generation in generations:
@@ -213,7 +213,7 @@ def fail_all_where_the_model_raised(patch: Patch) -> None:
     patch.setattr(Stepper, "_restarted", restarted)
 
 
-@FAULTS.found(examples=76)
+@FAULTS.found(examples=76, first_seed=3000)
 def forget_what_was_emitted_before_the_model_raised(patch: Patch) -> None:
     def restart(generation: Generation, *, continues: bool) -> None:
         original(generation, continues=continues)
@@ -223,7 +223,7 @@ def forget_what_was_emitted_before_the_model_raised(patch: Patch) -> None:
     patch.setattr(Generation, "restart", restart)
 
 
-@FAULTS.found(examples=65)
+@FAULTS.found(examples=65, first_seed=3000)
 def begin_at_the_start_what_was_sent(patch: Patch) -> None:
     def restart(generation: Generation, *, continues: bool) -> None:
         generation.state = None
@@ -234,7 +234,7 @@ def begin_at_the_start_what_was_sent(patch: Patch) -> None:
     patch.setattr(Generation, "restart", restart)
 
 
-@FAULTS.found(examples=424)
+@FAULTS.found(examples=424, first_seed=33000)
 def keep_what_is_generated_again(patch: Patch) -> None:
     def restart(generation: Generation, *, continues: bool) -> None:
         if continues or generation.was_sent:
@@ -245,7 +245,7 @@ def keep_what_is_generated_again(patch: Patch) -> None:
     patch.setattr(Generation, "restart", restart)
 
 
-@FAULTS.found(examples=27)
+@FAULTS.found(examples=27, first_seed=18000)
 def lose_what_is_emitted_before_the_end(patch: Patch) -> None:
     def pop_advance(generation: Generation) -> Any:
         advance = original(generation)

@@ -19,7 +19,7 @@ from support.planting import Fault, Faults, Patch, of_machine
 FAULTS: Final = Faults(of_machine(VersionsMachine, steps=30))
 
 
-@FAULTS.found(examples=9)
+@FAULTS.found(examples=9, first_seed=6000)
 def let_any_version_execute_what_asks(patch: Patch) -> None:
     def lane_name(queue: Queue, run: Run) -> str:
         return run.lane if run.version else original(queue, run)
@@ -28,12 +28,12 @@ def let_any_version_execute_what_asks(patch: Patch) -> None:
     patch.setattr(Queue, "_lane_name", lane_name)
 
 
-@FAULTS.found(examples=49)
+@FAULTS.found(examples=49, first_seed=45000)
 def keep_a_run_of_several_versions_together(patch: Patch) -> None:
     patch.setattr(Queue, "divide", lambda queue, run, *, in_order: [run])
 
 
-@FAULTS.found(examples=127)
+@FAULTS.found(examples=127, first_seed=0)
 def divide_runs_out_of_order(patch: Patch) -> None:
     def divide(queue: Queue, run: Run, *, in_order: bool) -> list[Run]:
         return original(queue, run, in_order=False)
@@ -42,12 +42,12 @@ def divide_runs_out_of_order(patch: Patch) -> None:
     patch.setattr(Queue, "divide", divide)
 
 
-@FAULTS.found(examples=33)
+@FAULTS.found(examples=33, first_seed=18000)
 def leave_what_waits_where_it_is_when_shares_change(patch: Patch) -> None:
     patch.setattr(Queue, "divide_again", lambda queue: [])
 
 
-@FAULTS.found(examples=12)
+@FAULTS.found(examples=12, first_seed=6000)
 def count_a_batch_of_a_version_for_ever(patch: Patch) -> None:
     def end(capacity: ModelCapacity, batch_id: str, now_us: int) -> None:
         Capacity.end(capacity, batch_id, now_us)
@@ -55,12 +55,12 @@ def count_a_batch_of_a_version_for_ever(patch: Patch) -> None:
     patch.setattr(ModelCapacity, "end", end)
 
 
-@FAULTS.found(examples=177)
+@FAULTS.found(examples=177, first_seed=18000)
 def let_what_a_lost_version_has_occupy_the_others(patch: Patch) -> None:
     patch.setattr(ModelCapacity, "set_apart", lambda capacity, batch_ids: [])
 
 
-@FAULTS.found(examples=21)
+@FAULTS.found(examples=21, first_seed=18000)
 def count_all_processes_for_each_version(patch: Patch) -> None:
     def tell_apart(capacity: ModelCapacity, processes: Mapping[str, int]) -> None:
         original(capacity, dict.fromkeys(processes, sum(processes.values())))
@@ -69,7 +69,7 @@ def count_all_processes_for_each_version(patch: Patch) -> None:
     patch.setattr(ModelCapacity, "tell_apart", tell_apart)
 
 
-@FAULTS.found(examples=33)
+@FAULTS.found(examples=33, first_seed=30000)
 def refuse_what_a_version_was_just_missed_for(patch: Patch) -> None:
     def refused(versions: Versions, asked: Iterable[str], now_us: int) -> list[str]:
         return original(versions, asked, now_us + 3_000_000)
@@ -78,7 +78,7 @@ def refuse_what_a_version_was_just_missed_for(patch: Patch) -> None:
     patch.setattr(Versions, "refused", refused)
 
 
-@FAULTS.found(examples=59)
+@FAULTS.found(examples=59, first_seed=48000)
 def count_the_time_without_any_process(patch: Patch) -> None:
     def set_processes(versions: Versions, processes: Mapping[str, int], now_us: int) -> None:
         versions.processes = versions.processes or {"": 1}
@@ -88,7 +88,7 @@ def count_the_time_without_any_process(patch: Patch) -> None:
     patch.setattr(Versions, "set_processes", set_processes)
 
 
-@FAULTS.found(examples=33)
+@FAULTS.found(examples=33, first_seed=39000)
 def forget_batches_in_flight_that_ask(patch: Patch) -> None:
     def asked(scheduler: Scheduler) -> Collection[str]:
         return set(scheduler.queue.asked_lanes)

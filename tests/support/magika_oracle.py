@@ -98,12 +98,13 @@ def label_of(scores_row: Array) -> tuple[str, float]:
 @functools.cache
 def sample_files() -> list[Path]:
     """About 60 files of the commonest kinds in the standard library and the installed packages."""
-    by_suffix: defaultdict[str, list[Path]] = defaultdict(list)
+    by_suffix: defaultdict[str, list[str]] = defaultdict(list)
     for path in _installed_files():
-        by_suffix[path.suffix].append(path)
+        _, dot, suffix = path.rpartition("/")[2].rpartition(".")
+        by_suffix[dot and suffix].append(path)
     found: list[Path] = []
     for paths in sorted(by_suffix.values(), key=len, reverse=True):
-        found += itertools.islice(filter(_is_sample, paths), SAMPLES_PER_SUFFIX)
+        found += itertools.islice(filter(_is_sample, map(Path, paths)), SAMPLES_PER_SUFFIX)
         if len(found) >= SAMPLES:
             break
     return found
@@ -113,13 +114,14 @@ def _is_sample(path: Path) -> bool:
     return path.stat().st_size in SAMPLE_BYTES and consults_model(path.read_bytes())
 
 
-def _installed_files() -> list[Path]:
-    """Installed files in an order that depends on their names alone, without bytecode caches."""
+def _installed_files() -> list[str]:
+    """Installed files in an order that depends on their names alone, without bytecode caches. As texts: there
+    are tens of thousands."""
     found = []
     for root in sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platlib")}):
         for folder, folders, names in os.walk(root):
             folders[:] = sorted({*folders} - {"__pycache__", "site-packages"})
-            found += [Path(folder, name) for name in sorted(names)]
+            found += [f"{folder}/{name}" for name in sorted(names)]
     return found
 
 

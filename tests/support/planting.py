@@ -13,18 +13,18 @@ rule, and machines are tests, too, which say `assert`. Where one exception follo
 plant that it is not found by an exception of its own.
 
 **How it is searched for.** In searches of SEARCH_EXAMPLES examples each, seeded with the numbers from
-`first_seed` on: each table has those with which its faults were found soonest. A long search finds less in
-the same time: Hypothesis makes the first tenth of its examples small. What is tried depends on the seeds, on
-Hypothesis, and on what the machine draws. It does not depend on how many examples are allowed, nor on the
-source text of the machine (as the seed of `derandomize` does), nor on the version of Python, nor on the
-constants of all modules that happen to be imported, which Hypothesis would try as well. Only where the code
-under test goes through a set, or waits for Redis, two runs may differ.
+`first_seed` on: of the measurements described below, the one that found the fault soonest began with that. A
+long search finds less in the same time: Hypothesis makes the first tenth of its examples small. What is tried
+depends on the seeds, on Hypothesis, and on what the machine draws. It does not depend on how many examples
+are allowed, nor on the source text of the machine (as the seed of `derandomize` does), nor on the version of
+Python, nor on the constants of all modules that happen to be imported, which Hypothesis would try as well.
+Only where the code under test goes through a set, or waits for Redis, two runs may differ.
 
 **How many examples are allowed.** MARGIN times as many as are recorded beside the plant. Recorded is the most
 that were needed in MEASUREMENTS measurements, each with other seeds. So the margin is one over bad luck, too:
-after an edit that makes the machine draw otherwise, a test tries other examples, and the margin is as it was.
-What uses it up is a machine that finds the fault more seldom. Then its test fails, and says that it is to be
-measured again, if that is intended:
+after an edit that makes the machine draw otherwise, a test tries other examples, perhaps many more, and the
+margin is as it was. What uses it up is a machine that finds the fault more seldom. Then its test fails, and
+says that it is to be measured again, if that is intended:
 
     cd tests && ../.venv/bin/python -m support.planting [--write] [PLANT ...]
 """
@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 from unittest import mock
 
 import pytest
@@ -162,17 +162,16 @@ class Fault:
 class Faults(list[Fault]):
     """The faults that one search is to find. `around`: what it needs meanwhile."""
 
-    def __init__(self, search: Search, around: Around = nullcontext, *, first_seed: int = 0) -> None:
+    def __init__(self, search: Search, around: Around = nullcontext) -> None:
         super().__init__()
         self._search = search
-        self._first_seed = first_seed
         self._around = around
 
-    def found(self, *, examples: int) -> Callable[[AnyPlant], AnyPlant]:
-        """The search finds this plant. `examples`: how many that takes, as measured."""
+    def found(self, *, examples: int, first_seed: int = 0) -> Callable[[AnyPlant], AnyPlant]:
+        """The search finds this plant. `examples`: how many that takes with any seed, as measured."""
 
         def add(plant: AnyPlant) -> AnyPlant:
-            self.append(Fault(plant, self._search, examples, self._first_seed, self._around))
+            self.append(Fault(plant, self._search, examples, first_seed, self._around))
             return plant
 
         return add
@@ -303,25 +302,36 @@ def _raise_renamed(*_: Any, **__: Any) -> NoReturn:
 # --- the command -------------------------------------------------------------------------------------------
 
 
-def measure(fault: Fault) -> list[int]:
-    """How many examples it takes to find a fault, with different seeds; sorted."""
-    needed: list[int] = []
+class Measured(NamedTuple):
+    """How many examples it takes to find a fault, with different seeds, sorted; and the first of the seeds
+    with which it is found soonest."""
+
+    examples: list[int]
+    first_seed: int
+
+
+def measure(fault: Fault) -> Measured:
+    """Search for a fault with different seeds."""
+    found: list[tuple[int, int]] = []
     for number in range(MEASUREMENTS):
+        first_seed = MEASURED_MAX * number
         with pytest.MonkeyPatch.context() as patch, must_show(fault.plant):
             fault.plant(patch)
-            tried, failure = fault.search_for(MEASURED_MAX, MEASURED_MAX * number)
-            needed.append(tried)
+            tried, failure = fault.search_for(MEASURED_MAX, first_seed)
+            found.append((tried, first_seed))
             if failure is None:
                 raise NotFoundError(f"{fault} was not found in {tried} examples")
             raise failure
-    return sorted(needed)
+    found.sort()
+    return Measured([tried for tried, _ in found], found[0][1])
 
 
-def record(fault: Fault, examples: int) -> None:
-    """Write the number beside the plant."""
+def record(fault: Fault, measured: Measured) -> None:
+    """Write beside the plant what was measured."""
     path, name = Path(fault.plant.__code__.co_filename), fault.plant.__name__
-    pattern = rf"(\.found\(examples=)\d+(\)\ndef {name}\()"
-    source, count = re.subn(pattern, rf"\g<1>{examples}\2", path.read_text())
+    pattern = rf"(?<=\.found\()examples=\d+(, first_seed=\d+)?(?=\)\ndef {name}\()"
+    recorded = f"examples={measured.examples[-1]}, first_seed={measured.first_seed}"
+    source, count = re.subn(pattern, recorded, path.read_text())
     assert count == 1, f"{path}: no number beside {name}"
     path.write_text(source)
 
@@ -350,10 +360,11 @@ def main() -> int:
     for fault in faults:
         if arguments.plants and str(fault) not in arguments.plants:
             continue
-        needed = measure(fault)
+        measured = measure(fault)
+        needed = measured.examples
         print(f"{needed[-1]:5} (recorded: {fault.examples:5})  {fault}: {needed}", flush=True)
         if arguments.write:
-            record(fault, needed[-1])
+            record(fault, measured)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -14,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from carpool.messages.requests import Entry, Run
 from carpool_batcher.core.sequences.sequence import part_of
 from support import planting
-from support.planting import Fault, Faults, NotFoundError, Patch, must_show, of_machine
+from support.planting import Fault, Faults, Measured, NotFoundError, Patch, must_show, of_machine
 
 PRODUCTION: Final = SimpleNamespace(value=lambda: 0)
 
@@ -142,12 +141,18 @@ def test_what_is_measured_is_recorded(tmp_path: Path) -> None:
     path = tmp_path / "faults.py"
     path.write_text("@FAULTS.found(examples=1)\ndef a(patch):\n\n@FAULTS.found(examples=2)\ndef b(patch):\n")
     plant: Any = SimpleNamespace(__name__="b", __code__=SimpleNamespace(co_filename=str(path)))
-    planting.record(Fault(plant), 34)
-    assert re.findall(r"examples=(\d+)\)\ndef (\w)", path.read_text()) == [("1", "a"), ("34", "b")]
+    for needed in (5, 34):
+        planting.record(Fault(plant), Measured([1, needed], first_seed=3000))
+    first, second = path.read_text().split("\n\n")
+    assert first == "@FAULTS.found(examples=1)\ndef a(patch):"
+    assert second == "@FAULTS.found(examples=34, first_seed=3000)\ndef b(patch):\n"
 
 
 def test_all_seeds_find_a_fault_that_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planting, "MEASUREMENTS", 3)
-    needed = planting.measure(fault(change))
+    planted = fault(change)
+    needed, first_seed = planting.measure(planted)
     assert len(needed) == 3
     assert needed == sorted(needed)
+    planted.plant(monkeypatch)
+    assert planted.search_for(1000, first_seed)[0] == needed[0]

@@ -339,7 +339,7 @@ def test_deferred_remembers_execution_time_of_large_batches() -> None:
     assert (result.good, result.late, result.refused) == (12_000, 0, 0)
 
 
-@pytest.mark.parametrize(("processes", "load"), [(2, 0.1), (4, 0.2), (16, 0.3)])
+@pytest.mark.parametrize(("processes", "load"), [(2, 0.1), (4, 0.2), (16, 0.15)])
 def test_dispatch_at_even_intervals_shortens_queue_delay(processes: int, load: float) -> None:
     """At even intervals there is always a worker that becomes idle soon."""
     world = World(processes, 5000.0, 50.0)

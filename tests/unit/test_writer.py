@@ -182,7 +182,7 @@ def tells(model: Writer, body: Any, sent: Sequence[Any] = ()) -> list[Any]:
 )
 def test_a_completion_tells_how_it_ended(model: Writer, more: dict[str, Any], reason: str) -> None:
     """Also if it is continued behind any of its chunks."""
-    body = {"prompt": "Return the", "seed": 2, **more}
+    body = {"prompt": "Return the", "seed": 1, **more}
     chunks = tells(model, body)
     *characters, end = chunks
     assert end["finish_reason"] == reason
@@ -190,7 +190,7 @@ def test_a_completion_tells_how_it_ended(model: Writer, more: dict[str, Any], re
     assert end["completion_tokens"] >= len("".join(characters))
     if "stop" in more:
         assert "e " not in "".join(characters)
-        (whole,) = generate(model, [Request({"prompt": "Return the", "seed": 2, "length": 60})])
+        (whole,) = generate(model, [Request({"prompt": "Return the", "seed": 1, "length": 60})])
         assert whole.startswith("".join(characters) + "e ")
     for cut in {0, 1, len(chunks) // 2, len(chunks) - 1, len(chunks)}:
         assert tells(model, body, chunks[:cut]) == chunks
@@ -208,7 +208,7 @@ def test_with_a_small_top_p_the_likeliest_character_is_chosen(model: Writer) -> 
 
 
 def test_same_seed_gives_the_same_text_alone_and_among_others(model: Writer) -> None:
-    bodies = [{"prompt": PROMPT[: 3 * seed], "length": 60, "seed": seed} for seed in range(12)]
+    bodies = [{"prompt": PROMPT[: 3 * seed], "length": 60, "seed": seed} for seed in range(6)]
     together = generate(model, [Request(body, str(index)) for index, body in enumerate(bodies)])
     assert together == [generate(model, [Request(body)])[0] for body in bodies]
 
@@ -231,9 +231,9 @@ def test_higher_temperature_gives_less_likely_text(model: Writer, network: Netwo
 
 
 def test_text_ends_where_the_network_ends_it_and_at_its_length(model: Writer) -> None:
-    requests = [Request({"prompt": PROMPT, "length": 1000, "seed": seed}, str(seed)) for seed in range(8)]
+    requests = [Request({"prompt": PROMPT, "length": 300, "seed": seed}, str(seed)) for seed in range(8)]
     lengths = [len(text) for text in generate(model, requests)]
-    assert min(lengths) < 1000
+    assert min(lengths) < max(lengths) == 300
     assert all(END not in request.text for request in requests)
     assert generate(model, [Request({"prompt": "Re", "length": 1, "temperature": 0})]) == ["t"]
 

@@ -242,10 +242,10 @@ class Capacity:
         batches_max = FULL_BATCHES_MAX if is_full else PROCESS_BATCHES_MAX
         if not self._learned.latency.known or taken >= batches_max * self.processes:
             return None
-        before = self._before_next()
+        ahead = taken - self.processes
+        before = self._before_next(ahead)
         if before is None:
             return None
-        ahead = taken - self.processes
         executing_us, executing_id = self._executing[ahead if ahead < len(self._executing) else 0]
         if now_us > executing_us + self._tolerance_us(executing_id):
             return None  # it takes longer than expected, and it is unknown how much longer
@@ -256,10 +256,10 @@ class Capacity:
         free_at_us = self.free_at_us(now_us, is_full=is_full)
         return free_at_us is None or free_at_us > now_us
 
-    def _before_next(self) -> tuple[int, str] | None:
+    def _before_next(self, ahead: int) -> tuple[int, str] | None:
         """The batch for which the next one to be dispatched has to wait, and when it is expected to settle;
-        None if that is unknown. No process may be idle. O(1) for the first batch ahead of each process."""
-        ahead = self._occupied() - self.processes
+        None if that is unknown. No process is idle, and so many batches are ahead of them. O(1) for the first
+        batch ahead of each process."""
         if ahead < len(self._executing):
             return self._executing[ahead]  # processes that are free earlier have a batch ahead already
         if self._reserved or not self.processes or len(self._executing) < self.processes:
@@ -272,7 +272,8 @@ class Capacity:
     def starts_us(self, now_us: int) -> int:
         """A batch that is dispatched now settles as if it were dispatched at this time: later than now, if it
         has to wait for a process that is still busy."""
-        before = None if self._occupied() < self.processes else self._before_next()
+        ahead = self._occupied() - self.processes
+        before = None if ahead < 0 else self._before_next(ahead)
         return now_us if before is None else max(now_us, before[0] - self._learned.round_trip_us)
 
     def free_times_us(self, now_us: int) -> list[int]:

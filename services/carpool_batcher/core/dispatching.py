@@ -123,15 +123,18 @@ class Dispatcher:
 
     def wake_at_us(self, now_us: int) -> int | None:
         """When a batch could be dispatched by time alone; None if not before something happens."""
-        full_at_us = self._capacity.free_at_us(now_us, is_full=self._policy.may_be_early)
+        may_be_early = self._policy.may_be_early
+        full_at_us = self._capacity.free_at_us(now_us, is_full=may_be_early)
         if full_at_us is None or not self._queue.undelayed:
             return None
         self._update_index(now_us)
-        free_at_us = self._capacity.free_at_us(now_us)
+        free_at_us = self._capacity.free_at_us(now_us) if may_be_early else full_at_us
         if free_at_us is None:
             free_at_us = NEVER_US
         spaced_at_us = max(self._index.ready_at_us(Gate.SPACED, now_us), self._capacity.spacing_ends_us())
-        ready_at_us = min(self._index.ready_at_us(gate, now_us) for gate in (Gate.AHEAD, Gate.FREE))
+        ready_at_us = min(
+            self._index.ready_at_us(Gate.AHEAD, now_us), self._index.ready_at_us(Gate.FREE, now_us)
+        )
         full_at_us = max(full_at_us, self._index.ready_at_us(Gate.FULL, now_us))
         if self._is_held_up:
             full_at_us = NEVER_US
@@ -191,11 +194,12 @@ class Dispatcher:
 
     def _open_gates(self, now_us: int) -> Sequence[Gate]:
         ahead = (Gate.AHEAD,) if self._capacity.has_capacity() else ()
-        if self._capacity.is_early(now_us, is_full=self._policy.may_be_early):
+        may_be_early = self._policy.may_be_early
+        if self._capacity.is_early(now_us, is_full=may_be_early):
             return ahead
         if not ahead:
             return (Gate.FULL,)
-        if self._capacity.is_early(now_us):
+        if may_be_early and self._capacity.is_early(now_us):
             return (Gate.AHEAD, Gate.FULL)
         if self._capacity.spacing_ends_us() > now_us:
             return (Gate.AHEAD, Gate.FULL, Gate.FREE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -25,7 +25,6 @@ SCORE_RESOLUTION: Final = 1e-4
 """Smaller differences of scores are ignored: float32 sums differ with the order in which BLAS adds."""
 
 _GROUPS: Final = 256
-_CHUNK: Final = 2048
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,13 @@ class _Sparse:
         return _Sparse(columns, self.column[order], self.row[order], self.value[order])
 
     def __matmul__(self, dense: Floats) -> Floats:
-        """The product with a dense matrix, in chunks whose gathered rows fit into the cache."""
+        """The product with a dense matrix, row by row: what a row needs fits into the cache, and its sums are
+        one call of BLAS. In chunks of many rows it takes twice as long."""
         product = np.zeros((self.rows, dense.shape[1]), np.float32)
-        for start in range(0, len(self.row), _CHUNK):
-            chunk = slice(start, start + _CHUNK)
-            row = self.row[chunk]
-            first = np.flatnonzero(np.diff(row, prepend=-1))
-            gathered = dense[self.column[chunk]] * self.value[chunk, None]
-            product[row[first]] += np.add.reduceat(gathered, first, axis=0)
+        ends = np.searchsorted(self.row, np.arange(self.rows), side="right").tolist()
+        for row, (start, end) in enumerate(pairwise([0, *ends])):
+            if start < end:
+                np.dot(self.value[start:end], dense[self.column[start:end]], out=product[row])
         return product
 
 
