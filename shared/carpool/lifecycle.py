@@ -10,11 +10,14 @@ import functools
 import gc
 import os
 import queue
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import FrameType
 from typing import Final, NoReturn
 
@@ -72,15 +75,36 @@ def _watch_parent(parent: int) -> NoReturn:
     os._exit(_EXIT_STATUS_ORPHANED)
 
 
-def command_that_dies_with_parent(argv: Sequence[str]) -> list[str]:
+def command_that_dies_with_parent(argv: Sequence[str], *, reads_environment: bool = True) -> list[str]:
     """The command line that runs another program, `argv`, so that it ends when the calling process ends.
 
     The program cannot call `die_with_parent`, so a few lines of Python do the same and then exec the
     program: it keeps the pid, and the request to the kernel survives exec. Start it from a thread that lives
     as long as its process, for the reason given at `die_with_parent`.
+
+    `reads_environment`: variables matter to the program. If not, a shell may do in 2 ms what takes Python
+    20: it drops variables whose names it does not accept, such as those with a dot.
     """
+    if not reads_environment and (ask_kernel := _setpriv()):
+        return [*ask_kernel, "/bin/sh", "-c", _EXEC_IF_CHILD, str(os.getpid()), *argv]
     launcher = _LAUNCH_ON_LINUX if _ON_LINUX else _LAUNCH_ELSEWHERE
     return [sys.executable, "-I", "-S", "-c", launcher, str(os.getpid()), *argv]
+
+
+# $0 is the first argument. The parent may have ended before the kernel was asked.
+_EXEC_IF_CHILD: Final = f'[ "$PPID" = "$0" ] || exit {_EXIT_STATUS_ORPHANED}; exec "$@"'
+
+
+@cache
+def _setpriv() -> list[str]:
+    """The beginning of a command that ends with its parent, by `setpriv` of util-linux 2.33 or later; empty
+    without it. That of BusyBox has no such option."""
+    found = shutil.which("setpriv") if _ON_LINUX else None
+    command = [found, "--pdeathsig", "KILL"] if found else []
+    works = (
+        command and subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False).returncode == 0
+    )
+    return command if works else []
 
 
 # Python ignores SIGPIPE, and ignored signals stay ignored across exec, so the default is restored.

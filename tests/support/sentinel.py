@@ -40,7 +40,9 @@ class Sentinel:
             "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000\n"
         )
         self._process = subprocess.Popen(
-            command_that_dies_with_parent([str(binary), str(configuration), "--sentinel", *tls]),
+            command_that_dies_with_parent(
+                [str(binary), str(configuration), "--sentinel", *tls], reads_environment=False
+            ),
             stdout=subprocess.DEVNULL,
         )
         self.redis: Any = Redis(HOST, self.port, ssl=bool(tls), ssl_ca_certs=authority)

@@ -10,11 +10,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from carpool import lifecycle
 from carpool.backoff import Backoff
 from carpool.lifecycle import Loop
 from support.waiting import EVENTUALLY_S
@@ -72,19 +74,28 @@ def test_child_whose_parent_has_ended_already_ends_at_once(preparation: str) -> 
         assert process.wait(EVENTUALLY_S) == 1
 
 
-@pytest.mark.parametrize("preparation", ["pass", WITHOUT_PDEATHSIG])
-def test_program_ends_when_its_parent_is_killed(preparation: str) -> None:
-    command = f"lifecycle.command_that_dies_with_parent({PROGRAM!r})"
+# A program is launched by Python; by a shell, if the machine has `setpriv`; without it; or on another system.
+LAUNCHES = [
+    ("pass", ""),
+    ("pass", ", reads_environment=False"),
+    ("lifecycle._setpriv = list", ", reads_environment=False"),
+    (WITHOUT_PDEATHSIG, ", reads_environment=False"),
+]
+
+
+@pytest.mark.parametrize(("preparation", "option"), LAUNCHES)
+def test_program_ends_when_its_parent_is_killed(preparation: str, option: str) -> None:
+    command = f"lifecycle.command_that_dies_with_parent({PROGRAM!r}{option})"
     parent = f"import subprocess; from carpool import lifecycle; {preparation}; subprocess.run({command})"
     with python(parent) as process:
         assert read_line(process) == "ready"
         kill_and_wait_for_all(process)
 
 
-@pytest.mark.parametrize("preparation", ["pass", WITHOUT_PDEATHSIG])
-def test_program_keeps_pid_arguments_and_exit_status(preparation: str) -> None:
+@pytest.mark.parametrize(("preparation", "option"), LAUNCHES)
+def test_program_keeps_pid_arguments_and_exit_status(preparation: str, option: str) -> None:
     program = ["sh", "-c", 'echo "$$ $1"; exit 7', "sh", "two parts"]
-    launch = f"subprocess.Popen(lifecycle.command_that_dies_with_parent({program!r}))"
+    launch = f"subprocess.Popen(lifecycle.command_that_dies_with_parent({program!r}{option}))"
     parent = (
         f"import subprocess; from carpool import lifecycle; {preparation}\n"
         f"child = {launch}; print(child.wait(), child.pid)"
@@ -93,6 +104,28 @@ def test_program_keeps_pid_arguments_and_exit_status(preparation: str) -> None:
         output, _ = process.communicate(timeout=EVENTUALLY_S)
     (pid, *arguments), (status, expected_pid) = (line.split() for line in output.splitlines())
     assert (pid, arguments, status) == (expected_pid, ["two", "parts"], "7")
+
+
+@pytest.mark.parametrize("option", ["", ", reads_environment=False"])
+def test_program_whose_parent_has_ended_already_does_not_start(option: str) -> None:
+    launch = f"lifecycle.command_that_dies_with_parent(['echo', 'started']{option})"
+    of_another = f"os.getpid = os.getppid; subprocess.run({launch})"
+    with python(f"import os, subprocess; from carpool import lifecycle; {of_another}") as process:
+        output, _ = process.communicate(timeout=EVENTUALLY_S)
+    assert output == ""
+
+
+@pytest.mark.parametrize("script", ["exit 1", "exit 0"])
+def test_setpriv_that_knows_no_such_option_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    monkeypatch.setattr(lifecycle, "_ON_LINUX", True)
+    other = tmp_path / "setpriv"
+    other.write_text(f"#!/bin/sh\n{script}\n")
+    other.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    command = lifecycle._setpriv.__wrapped__()
+    assert command == ([] if script == "exit 1" else [str(other), "--pdeathsig", "KILL"])
 
 
 # --- stop_on_signals ---------------------------------------------------------------------------------------

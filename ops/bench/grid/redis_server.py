@@ -37,7 +37,8 @@ class RedisServer:
         arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
         binary = find_servers()[0]
         self._process = subprocess.Popen(
-            command_that_dies_with_parent([str(binary), *arguments]), stdout=subprocess.DEVNULL
+            command_that_dies_with_parent([str(binary), *arguments], reads_environment=False),
+            stdout=subprocess.DEVNULL,
         )
         self.version = self._wait_until_ready()
         return self

@@ -173,7 +173,9 @@ class EmbeddedRedis:
     def _launch(self, port: int) -> tuple[int, subprocess.Popen[bytes]]:
         with self._log.open("ab") as log:
             process = subprocess.Popen(
-                command_that_dies_with_parent([str(self.binary), *self._options(port)]),
+                command_that_dies_with_parent(
+                    [str(self.binary), *self._options(port)], reads_environment=False
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
