@@ -19,7 +19,8 @@ Argument = str | bytes | int | float
 LARGE_BYTES: Final = (
     16 * 1024
 )  # an argument of this size costs more to copy than to send as a part of its own
-_READ_BYTES: Final = 256 * 1024
+_READ_BYTES: Final = 256 * 1024  # at a time, once a reply was as large as that at first
+_READ_BYTES_AT_FIRST: Final = 16 * 1024  # most replies are small, and a process has many connections
 _INCOMPLETE: Final = object()
 _NO_LIMIT: Final = 1 << 62
 
@@ -77,7 +78,7 @@ class RedisSocket:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._descriptor = sock.fileno()
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE, replyError=reply_error)
-        self._buffer = bytearray(_READ_BYTES)
+        self._buffer = bytearray(_READ_BYTES_AT_FIRST)
         self._reply_error = reply_error
         self._reply_bytes_max = reply_bytes_max
 
@@ -119,6 +120,8 @@ class RedisSocket:
             if left_bytes < 0:
                 raise ReplyTooLargeError
             reader.feed(self._buffer, 0, received_bytes)  # type: ignore[arg-type]  # the stub lacks it
+            if received_bytes == len(self._buffer) < _READ_BYTES:
+                self._buffer = bytearray(_READ_BYTES)
             reply = reader.gets()
         return reply
 
