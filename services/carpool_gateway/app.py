@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import version
+from functools import cache
 from typing import Final
 
 from carpool.errors import CarpoolError
+from carpool.service_metrics import VERSION
 from carpool.spoken import CHAT, COMPLETIONS, EMBEDDINGS
 from carpool_gateway.access_log import GONE, AccessLog
 from carpool_gateway.answers import JSON_HEADER, HttpError, allow, http_error_of, method_not_allowed
@@ -32,12 +33,15 @@ def routes_of(
 ) -> list[Route]:
     """All routes of the gateway, also that of the OpenAPI document, which describes them."""
 
+    @cache
+    def document_of_routes() -> bytes:  # for the first who asks: it takes longer than the rest of the start
+        return document(routes, VERSION)
+
     def describe(exchange: Exchange) -> None:
-        exchange.respond(200, JSON_HEADER, described)
+        exchange.respond(200, JSON_HEADER, document_of_routes())
 
     routes = [*_routes(native, v2, probes), *_routes_of_openai(v1)]
     routes.append(_get("/openapi.json", "openapi", NO_SCOPE, describe, "This document"))
-    described = document(routes, version("carpool"))
     return routes
 
 

@@ -17,13 +17,12 @@ import platform
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any, Final, Protocol
 
 import structlog
 
 from carpool.address import without_password
-from carpool.service_metrics import CommonMetrics
+from carpool.service_metrics import VERSION, CommonMetrics
 from carpool.settings import CommonSettings
 from carpool.tracing import SCHEMA_URL, Context, Link, Span
 
@@ -206,7 +205,7 @@ class _Translation:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 
         self._trace, self._sdk, self._resource = trace, sdk, resource
-        self._scope = InstrumentationScope("carpool", version("carpool"), SCHEMA_URL)
+        self._scope = InstrumentationScope("carpool", VERSION, SCHEMA_URL)
         self._flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
 
     def span(self, span: Span) -> Any:

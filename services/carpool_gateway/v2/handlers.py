@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
 
 from carpool.client.producer import Producer
+from carpool.service_metrics import VERSION
 from carpool_gateway.answers import JSON_HEADER, RETRY_AFTER, HttpError
 from carpool_gateway.catalog import Catalog
 from carpool_gateway.content_encoding import check_encoding
@@ -50,9 +50,7 @@ class OpenInferenceHandlers:
         self._origins = origins
         self._limits = limits
         self.control = control
-        self.metadata = documents.server_metadata(
-            server_name, metadata.version("carpool"), controls_models=control.is_enabled
-        )
+        self.metadata = documents.server_metadata(server_name, VERSION, controls_models=control.is_enabled)
 
     def handler_for_infer(self, exchange: Exchange, key: Key) -> Handler:
         """Of a request of tensors."""
