@@ -296,7 +296,7 @@ def test_any_value_with_tensors_is_decoded_or_rejected(value: Any, content_type:
         decode_body(content_type, encode_body(content_type, value))
     except InvalidArgumentError as error:
         # The names before may be any text, also one with a colon.
-        assert re.match(r"body\..*\b(datatype|shape|data): ", error.detail, re.DOTALL)
+        assert re.match(r"body.*\.(datatype|shape|data): ", error.detail, re.DOTALL)
 
 
 @pytest.mark.parametrize("body", [b"NaN", b"[1,Infinity]", b'{"a":-Infinity}'])
