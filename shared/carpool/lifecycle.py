@@ -6,7 +6,6 @@ Why: docs/decisions/0029 and docs/decisions/0036.
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import os
 import queue
@@ -63,7 +62,7 @@ def _request_kill_on_parent_death() -> None:
         )
 
 
-@functools.cache  # a process that a program forks need not load it anew, which takes 0.5 ms there
+@cache  # a process that a program forks need not load it anew, which takes 0.5 ms there
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 

@@ -258,8 +258,8 @@ class Capacity:
 
     def _before_next(self, ahead: int) -> tuple[int, str] | None:
         """The batch for which the next one to be dispatched has to wait, and when it is expected to settle;
-        None if that is unknown. No process is idle, and so many batches are ahead of them. O(1) for the first
-        batch ahead of each process."""
+        None if that is unknown. `ahead`: how many batches wait for processes, none of which is idle. O(1) for
+        the first batch ahead of each process."""
         if ahead < len(self._executing):
             return self._executing[ahead]  # processes that are free earlier have a batch ahead already
         if self._reserved or not self.processes or len(self._executing) < self.processes:

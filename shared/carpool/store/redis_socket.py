@@ -19,8 +19,8 @@ Argument = str | bytes | int | float
 LARGE_BYTES: Final = (
     16 * 1024
 )  # an argument of this size costs more to copy than to send as a part of its own
-_READ_BYTES: Final = 256 * 1024  # at a time, once a reply was as large as that at first
-_READ_BYTES_AT_FIRST: Final = 16 * 1024  # most replies are small, and a process has many connections
+_READ_BYTES: Final = 256 * 1024  # received at a time, once a reply has filled the first buffer
+_READ_BYTES_AT_FIRST: Final = 16 * 1024  # the first buffer: most replies are small, and connections are many
 _INCOMPLETE: Final = object()
 _NO_LIMIT: Final = 1 << 62
 
