@@ -39,9 +39,12 @@ class Connection:
         assert address.hostname is not None
         assert address.port is not None
         self.socket = socket.create_connection((address.hostname, address.port), timeout=EVENTUALLY_S)
-        if (
-            self.socket.getsockname() == self.socket.getpeername()
-        ):  # nobody listens, and the kernel chose this
+        try:
+            is_alone = self.socket.getsockname() == self.socket.getpeername()
+        except OSError:  # it was reset already
+            self.socket.close()
+            raise
+        if is_alone:  # nobody listens, and the kernel chose this port
             self.socket.close()
             raise ConnectionRefusedError(f"nothing listens on {url}")
         self._buffer = b""
