@@ -10,13 +10,12 @@ from carpool.clock import RedisClock
 from carpool.messages.requests import Entry, Run, SequencesEnd, Withdrawal
 from carpool.messages.results import Refusal
 from carpool.store.reader import Arrived, OversizedEntry, RawEntry, Subscription
-from carpool.wire.requests import Decoded, decode_in_pieces, refuse_oversized
+from carpool.wire.requests import Decoded, arrival_of, decode_in_pieces, refuse_oversized
 from carpool_batcher.core.scheduler import Scheduler
 from carpool_batcher.entries import EntryTable, UnreadEntries
 
 PIECE_DECODED: Final = 256  # runs and refusals of an entry, or decisions: after more, a piece ends
 TURN_DECODED_MAX: Final = 4096  # likewise, of several entries; what else was read waits for the next turn
-CLOCK_LAG_US: Final = 10_000  # how far this process's clock may be behind Redis's, which stamps arrivals
 
 
 class Admitted(NamedTuple):
@@ -58,6 +57,9 @@ class Backlog:
         self.requests += arrived.requests
         self._settled += arrived.settled
         self._oversized += arrived.oversized
+        for entries in (arrived.requests, arrived.settled):
+            if entries:
+                self._clock.reached(arrival_of(entries[-1][0].decode()))
         if arrived.requests:
             self._subscription.takes_requests = False  # until a turn has decided about these
 
@@ -103,7 +105,7 @@ class Backlog:
         oversized, self._oversized = self._oversized, []
         refusals: list[Refusal] = []
         for entry_id, flat, field, size_bytes in oversized:
-            entry, decoded = refuse_oversized(entry_id, flat, field, size_bytes, now_us + CLOCK_LAG_US)
+            entry, decoded = refuse_oversized(entry_id, flat, field, size_bytes, now_us)
             self._entries[entry.id] = entry
             refusals += yield from self._offer(decoded, now_us)
             yield from self.become_read(entry_id)
@@ -126,7 +128,7 @@ class Backlog:
         if is_known or entries.was_put_back(entry_id) or unread.leaves(entry_id, flat):
             return None
         entry, decoded = yield from decode_in_pieces(
-            entry_id, flat, scheduler.settings, now_us + CLOCK_LAG_US, unread.waited
+            entry_id, flat, scheduler.settings, now_us, unread.waited
         )
         flat.clear()  # they may be large, and what is needed of them was copied
         if unread.leaves_decoded(decoded, scheduler.settings.max_queue_size - scheduler.queue.count):

@@ -145,11 +145,13 @@ class Source(ABC, Generic[Item, Store]):
 
     def _load_one(self, execution: Execution) -> Execution:
         """Load stored bodies and states. A request whose body cannot be loaded gets its result."""
-        failures, execution.states = self._store.load(execution.batch, execution.answered_before)
+        batch, clock = execution.batch, self._store.clock
+        clock.reached(batch.dispatched_us)
+        failures, execution.states = self._store.load(batch, execution.answered_before)
         for position, detail in failures.items():
             execution.fail(position, INVALID_ARGUMENT, detail)
         if self._spans is not None:
-            execution.trace = self._spans.take(execution.batch, self._store.clock.now_us())
+            execution.trace = self._spans.take(batch, clock.now_us())
         return execution
 
     def _register_again(self, error: CommandError) -> None:

@@ -11,14 +11,17 @@ from typing import Any, Final
 import pytest
 
 from carpool.keys import Keys
+from carpool_cli.local.embedded import EmbeddedRedis
 from support.http import call
 from support.otlp import Collector, SeenSpan
+from support.proxy import Proxy
 from support.rpc import Rpc, infer_request
 from support.stack import Service, Stack
 from support.waiting import EVENTUALLY_S, wait_until
 
 INTERNAL, CLIENT, PRODUCER, CONSUMER = 1, 3, 4, 5  # as OTLP numbers them
 REDIS_MS: Final = 1_000_000  # ns: an arrival is known to the millisecond
+LATE_S: Final = 0.02
 BODY: Final = "s3cret-of-a-body"
 
 
@@ -323,6 +326,29 @@ def test_a_killed_worker(tmp_path: Path) -> None:
         assert process.attributes["carpool.deliveries"] == 2 and not process.is_error
         queue = the(collector, "queue Echo", parent.trace_id)
         assert queue.end_ns <= process.start_ns
+
+
+def test_clock_that_is_behind(tmp_path: Path, collector: Collector) -> None:
+    """Given a worker that got Redis's time late, as on a busy host, expect that no span of it begins before
+    what it follows: the batch says how late it is."""
+    parent, server, environment = Parent(), EmbeddedRedis(), collector.environment()
+    with Proxy(server.port) as proxy:
+        environment["worker"]["CARPOOL_REDIS_URL"] = proxy.url
+        with Stack(tmp_path, server=server, environment=environment) as stack:
+            proxy.latency_s = (LATE_S, LATE_S)
+            stack.batcher()
+            stack.worker(
+                "plain.py:Echo", "--lease-ms", "60000"
+            )  # it asks for the time three times in a lease
+            stack.wait_for_model("Echo")
+            assert stack.result("Echo", stack.send("Echo", body="0"))["status"] == "OK"
+            proxy.latency_s = (0.0, 0.0)
+            stack.send("Echo", body="1", traceparent=parent.header)
+            queue, process, batch = (
+                the(collector, f"{name} Echo", parent.trace_id) for name in ("queue", "process", "batch")
+            )
+
+    assert queue.end_ns <= process.start_ns == batch.start_ns
 
 
 def test_no_collector(tmp_path: Path) -> None:

@@ -42,6 +42,10 @@ class Host:
         reply = [b"%d" % (at_us // 1_000_000), b"%d" % (at_us % 1_000_000)]
         self.clock.set(reply, sent_ns, time.monotonic_ns())
 
+    def see_id(self, ago_us: float) -> None:
+        """Learn of an ID that Redis made so long ago."""
+        self.clock.reached(int((self.redis_us - ago_us) // 1000) * 1000)
+
     @property
     def behind_us(self) -> float:
         return self.redis_us - self.clock.now_us()
@@ -66,20 +70,66 @@ def test_redis_whose_clock_was_set_back_is_followed_at_once(monkeypatch: pytest.
     assert host.behind_us == pytest.approx(70, abs=ROUNDING_US)
 
 
+def test_nothing_that_was_seen_is_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch)
+    host.ask(30, 17_000)
+    host.wait(50_000)
+    seen_us = int(host.redis_us - 400)
+    host.clock.reached(seen_us)
+    assert host.clock.now_us() == pytest.approx(seen_us, abs=ROUNDING_US)
+    host.wait(1_000)
+    assert host.behind_us == pytest.approx(400, abs=ROUNDING_US)
+    host.clock.reached(seen_us)  # again, and later: that says nothing
+    assert host.behind_us == pytest.approx(400, abs=ROUNDING_US)
+    host.ask(30, 9_000)
+    assert host.behind_us == pytest.approx(400 + 0.060 * 100, abs=2 + ROUNDING_US)
+
+
+@pytest.mark.parametrize("ahead_us", [500, 60_000_000])
+def test_id_in_the_future_is_ignored(monkeypatch: pytest.MonkeyPatch, ahead_us: int) -> None:
+    host = Host(monkeypatch)
+    host.ask(30, 50)
+    host.clock.reached(int(host.redis_us) + ahead_us)
+    assert host.behind_us == pytest.approx(50, abs=ROUNDING_US)
+
+
+def test_clock_that_knows_no_time_learns_none_from_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch)
+    host.see_id(0)
+    host.ask(30, 50)
+    assert host.behind_us == pytest.approx(50, abs=ROUNDING_US)
+
+
+def test_redis_whose_clock_was_set_forward_is_followed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch)
+    host.ask(30, 50)
+    host.set_back_us = -5_000_000
+    host.ask(9_000, 70)
+    assert host.behind_us == pytest.approx(70, abs=ROUNDING_US)
+    host.ask(9_000, 4_000)
+    assert host.behind_us == pytest.approx(70 + 0.013 * 100, abs=ROUNDING_US)
+
+
 ways = st.floats(0, 20_000)
 
 
 @given(
     drift=st.floats(-DRIFT_MAX, DRIFT_MAX),
-    asked=st.lists(st.tuples(ways, ways, st.floats(0, 1_000_000)), min_size=1, max_size=30),
+    asked=st.lists(
+        st.tuples(ways, ways, st.floats(0, 1_000_000), st.none() | st.floats(0, 30_000)),
+        min_size=1,
+        max_size=30,
+    ),
 )
-def test_clock_is_never_ahead_and_behind_by_the_best_reply_at_most(
-    drift: float, asked: list[tuple[float, float, float]]
+def test_clock_is_never_ahead_and_behind_by_the_best_news_at_most(
+    drift: float, asked: list[tuple[float, float, float, float | None]]
 ) -> None:
+    """Given replies to TIME that take this long there and back, and after a pause perhaps an ID of this age,
+    expect the clock to be behind by what the best of them allows."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         host = Host(monkeypatch, drift)
         best_us = float("inf")
-        for there_us, back_us, pause_us in asked:
+        for there_us, back_us, pause_us, ago_us in asked:
             host.ask(there_us, back_us)
             passed_us = there_us + back_us
             # Redis's own time goes on by `back_us` and its drift while the reply is on the way.
@@ -87,3 +137,8 @@ def test_clock_is_never_ahead_and_behind_by_the_best_reply_at_most(
             assert -ROUNDING_US <= host.behind_us <= best_us + ROUNDING_US
             host.wait(pause_us)
             best_us += 2 * DRIFT_MAX * pause_us
+            if ago_us is not None:
+                host.see_id(ago_us)
+                best_us = min(best_us, ago_us + 1000)  # an ID has whole milliseconds
+            ahead_us = DRIFT_MAX * pause_us  # that Redis's clock runs slower is noticed when it is asked
+            assert -ROUNDING_US - ahead_us <= host.behind_us <= best_us + ROUNDING_US
