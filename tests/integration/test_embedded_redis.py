@@ -33,8 +33,11 @@ with EmbeddedRedis() as redis:
 
 
 @pytest.fixture(autouse=True)
-def temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temporary_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """The directory for the data of all servers that these tests start. Short, for the paths of sockets."""
+    tmp_path_factory.getbasetemp()  # now: else pytest would make its own in the one that one test has
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setenv("TMPDIR", name)
         monkeypatch.setattr(tempfile, "tempdir", name)
