@@ -12,13 +12,15 @@ from typing import Final
 
 TESTS: Final = Path(__file__).parents[1]
 
+GRACE_S: Final = 5.0  # as long as a busy machine takes for the report of a test, and for the one after it
+
 CONFTEST: Final = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
 from support.hangs import HangWatch
 
 def pytest_configure(config):
-    config.pluginmanager.register(HangWatch(config, grace_s=0.5))
+    config.pluginmanager.register(HangWatch(config, grace_s={GRACE_S}))
 """
 
 # In a file each, with a test after it.
@@ -51,7 +53,9 @@ def test_hanging_tests_fail_with_their_stacks_and_the_others_run(tmp_path: Path)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 1\n")
     for name, program in HANGING.items():
         lines = ["import ctypes, signal, threading", "import pytest", textwrap.dedent(program)]
-        (tmp_path / f"test_{name}.py").write_text("\n".join([*lines, "def test_after_it(): pass", ""]))
+        (tmp_path / f"test_{name}.py").write_text(
+            "\n".join([*lines, "@pytest.mark.timeout(0)", "def test_after_it(): pass", ""])
+        )
     command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "pytest_timeout", "-n", "1", "-v"]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the others take time to start
     done = subprocess.run(
