@@ -17,7 +17,7 @@ from support.stack import Service, Stack
 from support.waiting import EVENTUALLY_S, wait_until
 from support.wire import DEFAULTS
 
-LEASE: tuple[str, str] = ("--lease-ms", "600")
+LEASE: tuple[str, str] = ("--lease-ms", "5000")
 
 
 def test_batch_in_hand_of_a_draining_worker_does_not_keep_another_idle(stack: Stack, tmp_path: Path) -> None:
@@ -135,8 +135,13 @@ def is_fetching(stack: Stack, worker: Service) -> bool:
 
 def wait_for_beat(stack: Stack) -> None:
     """Wait until the batch in hand has been renewed."""
-    wait_until(lambda: idle_ms(stack) > 100, description="a heartbeat is due")
-    wait_until(lambda: idle_ms(stack) < 100, description="the batch is renewed")
+    seen_ms = [idle_ms(stack)]
+
+    def is_renewed() -> bool:
+        seen_ms.append(idle_ms(stack))
+        return seen_ms[-1] < seen_ms[-2]
+
+    wait_until(is_renewed, description="the batch is renewed")
 
 
 def idle_ms(stack: Stack) -> int:
