@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Final, TypeVar
@@ -53,6 +53,16 @@ class Stopwatch:
 def ample_ms(measured: Stopwatch, least_ms: int) -> int:
     """`least_ms`, or on a busy machine more: a time that is long compared with what was measured so far."""
     return max(least_ms, int(1000 * AMPLE_RATIO * measured.elapsed_s))
+
+
+def growing_s(first_s: float) -> Iterator[float]:
+    """Limits, each twice as long as the one before: for tries of what must happen within a limit that runs
+    out all the same, as the expiration of a request does that is to be dispatched first."""
+    limit_s = first_s
+    while limit_s < EVENTUALLY_S:
+        yield limit_s
+        limit_s *= 2
+    raise AssertionError(f"it did not happen within {limit_s / 2:g} s either")
 
 
 def wait_until(predicate: Callable[[], Value], *, description: str, timeout_s: float = EVENTUALLY_S) -> Value:
