@@ -15,11 +15,12 @@ import pytest
 from carpool.keys import Keys
 from conftest import SERVERS
 from support.stack import Stack, fixed_keys
-from support.waiting import Stopwatch, ample_ms, wait_until
-from support.wire import count_requests
+from support.waiting import growing_s, wait_until
+from support.wire import count_requests, envelopes
 
 EXPIRATIONS_MS: Final = range(300, 2400, 140)  # as many as a batch has, less one
 WAKE_UP_MS: Final = 250  # a batcher does so in any case
+ATTEMPTS: Final = 20
 
 
 ON_EVERY_SERVER: Final = ("square", "plain.py:Echo", "plain.py:Single", "plain.py:Few", "plain.py:Noop")
@@ -290,61 +291,79 @@ def test_requests_are_withdrawn_by_correlation_id_also_from_a_packed_entry(
 
 def test_waiting_requests_expire_each_at_its_deadline(shared_on: Stack, prefix: str) -> None:
     with no_worker(shared_on, "plain.py:Echo") as model:
-        sent = [
-            (shared_on.send(model, body="0", reply_to=prefix, expiration=expiration_ms), expiration_ms)
-            for expiration_ms in EXPIRATIONS_MS
-        ]
-        wait_until(lambda: len(shared_on.replies(model, prefix)) == len(sent), description="all are answered")
-        for reply in shared_on.replies(model, prefix):
-            assert (reply["status"], "waiting" in reply["detail"]) == ("DEADLINE_EXCEEDED", True)
-        assert_in_time(shared_on, model, prefix, sent)
-        shared_on.wait_until_idle(model)
+
+        def is_in_time(reply_to: str) -> bool:
+            sent = [
+                (shared_on.send(model, body="0", reply_to=reply_to, expiration=expiration_ms), expiration_ms)
+                for expiration_ms in EXPIRATIONS_MS
+            ]
+            wait_until(
+                lambda: len(shared_on.replies(model, reply_to)) == len(sent), description="all are answered"
+            )
+            for reply in shared_on.replies(model, reply_to):
+                assert (reply["status"], "waiting" in reply["detail"]) == ("DEADLINE_EXCEEDED", True)
+            shared_on.wait_until_idle(model)
+            return shows_a_timer(shared_on, model, reply_to, sent)
+
+        assert any(is_in_time(f"{prefix}-{attempt}") for attempt in range(ATTEMPTS))
 
 
 def test_requests_expire_in_flight_and_get_no_second_result(
-    shared_on: Stack, gate: Path, prefix: str
+    shared_on: Stack, tmp_path: Path, prefix: str
 ) -> None:
     model = "Echo"
     shared_on.wait_until_idle(model)
-    packed = [
-        {"correlation_id": f"{prefix}-{expiration_ms}", "body": b"0", "expiration": expiration_ms}
-        for expiration_ms in EXPIRATIONS_MS
-    ]
-    packed.append({"correlation_id": f"{prefix}-gate", "body": json.dumps({"gate": str(gate)})})
 
-    entry_id = shared_on.send_packed(model, packed, reply_to=prefix)
-    wait_until(
-        lambda: len(shared_on.replies(model, prefix)) == len(EXPIRATIONS_MS), description="all are answered"
-    )
+    def is_in_time(reply_to: str) -> bool:
+        gate = tmp_path / reply_to
+        packed = [
+            {"correlation_id": f"{reply_to}-{expiration_ms}", "body": b"0", "expiration": expiration_ms}
+            for expiration_ms in EXPIRATIONS_MS
+        ]
+        packed.append({"correlation_id": f"{reply_to}-gate", "body": json.dumps({"gate": str(gate)})})
+        entry_id = shared_on.send_packed(model, packed, reply_to=reply_to)
+        try:
+            wait_until(
+                lambda: len(shared_on.replies(model, reply_to)) == len(EXPIRATIONS_MS),
+                description="all are answered",
+            )
+            assert {reply["status"] for reply in shared_on.replies(model, reply_to)} == {"DEADLINE_EXCEEDED"}
+            assert shared_on.redis.xlen(Keys(model).batches) == 1, "the batch must still be in flight"
+        finally:
+            gate.touch()
+        shared_on.wait_until_idle(model)
+        *in_flight, last = shared_on.replies(model, reply_to)
+        assert (len(in_flight), last["correlation_id"]) == (len(EXPIRATIONS_MS), f"{reply_to}-gate"), (
+            "a second result was written"
+        )
+        sent = [(entry_id, expiration_ms) for expiration_ms in EXPIRATIONS_MS]
+        return shows_a_timer(shared_on, model, reply_to, sent)
 
-    assert {reply["status"] for reply in shared_on.replies(model, prefix)} == {"DEADLINE_EXCEEDED"}
-    assert shared_on.redis.xlen(Keys(model).batches) == 1, "the batch must still be in flight"
-    sent = [(entry_id, expiration_ms) for expiration_ms in EXPIRATIONS_MS]
-    assert_in_time(shared_on, model, prefix, sent)
-    gate.touch()
-    shared_on.wait_until_idle(model)
-    results = shared_on.replies(model, prefix)[len(EXPIRATIONS_MS) :]
-    assert [result["correlation_id"] for result in results] == [f"{prefix}-gate"], (
-        "a second result was written"
-    )
+    assert any(is_in_time(f"{prefix}-{attempt}") for attempt in range(ATTEMPTS))
     assert shared_on.keys_without_ttl() <= set().union(*map(fixed_keys, shared_on.models()))
 
 
-def assert_in_time(stack: Stack, model: str, reply_to: str, sent: list[tuple[str, int]]) -> None:
-    """By Redis's clock, no request was answered before its deadline, and not only at regular wake-ups.
+def shows_a_timer(stack: Stack, model: str, reply_to: str, sent: list[tuple[str, int]]) -> bool:
+    """Whether requests were answered not only at regular wake-ups. By Redis's clock, none was before its
+    deadline.
 
     How soon after it depends on how busy this machine is. That there is a timer shows in how often the
-    batcher answered.
+    batcher answered. One that is held up for a second answers what was due meanwhile together, so there are
+    several attempts; without a timer each of them fails.
     """
     deadlines_ms = sorted(int(entry_id.partition("-")[0]) + expiration_ms for entry_id, expiration_ms in sent)
     answered_ms: list[int] = []
-    entries = stack.redis.xrange(Keys(model).replies(reply_to))
+    entries = [
+        (entry_id, fields)
+        for entry_id, fields in stack.redis.xrange(Keys(model).replies(reply_to))
+        if envelopes(fields)[0]["status"] == "DEADLINE_EXCEEDED"
+    ]
     for entry_id, fields in entries:
         answered_ms += [int(entry_id.partition(b"-")[0])] * len(msgpack.unpackb(fields[b"results"]))
     late_ms = [at - deadline for at, deadline in zip(answered_ms, deadlines_ms, strict=True)]
     assert min(late_ms) >= 0
     wake_ups = (answered_ms[-1] - answered_ms[0]) // WAKE_UP_MS + 2
-    assert len(entries) > wake_ups, late_ms
+    return len(entries) > wake_ups
 
 
 def test_requests_behind_a_long_batch_expire_at_their_deadline(
@@ -353,20 +372,19 @@ def test_requests_behind_a_long_batch_expire_at_their_deadline(
     """Given one request executing, one dispatched ahead and one waiting, the last two expire at once."""
     model = "Single"
     shared.wait_until_idle(model)
-    stopwatch = Stopwatch()
-    shared.result(model, shared.send(model, body="0"))
-    expiration_ms = ample_ms(stopwatch, 300)  # the first is dispatched before
-    shared.send(model, correlation_id=f"{prefix}-long", body=json.dumps({"gate": str(gate)}))
-    for number in range(2):
-        shared.send(model, correlation_id=f"{prefix}-{number}", body="0", expiration=expiration_ms)
     keys = Keys(model)
-    wait_until(lambda: shared.redis.xlen(keys.batches) == 2, description="one batch is dispatched ahead")
-
-    assert [shared.result(model, f"{prefix}-{number}")["status"] for number in range(2)] == [
-        "DEADLINE_EXCEEDED"
-    ] * 2
-    assert shared.redis.xlen(keys.requests) == 0
-    assert shared.redis.xlen(keys.batches) == 2, "the long batch must still be in flight"
+    shared.send(model, correlation_id=f"{prefix}-long", body=json.dumps({"gate": str(gate)}))
+    wait_until(lambda: shared.redis.xlen(keys.batches) == 1, description="the long batch is in flight")
+    for expiration_s in growing_s(0.3):
+        for number in range(2):
+            name = f"{prefix}-{number}"
+            shared.send(model, correlation_id=name, body="0", expiration=int(1000 * expiration_s))
+        assert [shared.result(model, f"{prefix}-{number}")["status"] for number in range(2)] == [
+            "DEADLINE_EXCEEDED"
+        ] * 2
+        assert shared.redis.xlen(keys.requests) == 0
+        if shared.redis.xlen(keys.batches) == 2:  # else both expired before one was dispatched ahead
+            break
     gate.touch()
     assert shared.result(model, f"{prefix}-long")["status"] == "OK"
     shared.wait_until_idle(model)
