@@ -575,7 +575,10 @@ def test_keys_say_who_may_do_what(shared: Stack, tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as error:
             client.call("ModelConfig", name="Noop", metadata=web)
         assert failure(error)[0] == "PERMISSION_DENIED"
-        assert "RESOURCE_EXHAUSTED" in [status("Echo", slow) for _ in range(4)]
+        wait_until(
+            lambda: status("Echo", slow) == "RESOURCE_EXHAUSTED",
+            description="it asks more than once a second",
+        )
         with pytest.raises(grpc.RpcError) as error:
             list(client.stream([json_request("Echo", 1)]))
         assert failure(error)[0] == "UNAUTHENTICATED"
@@ -607,9 +610,10 @@ def test_a_port_that_is_taken_is_an_error(shared: Stack, gateway: Service) -> No
     assert second.process.wait(EVENTUALLY_S) == 1
 
 
-def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack, gate: Path) -> None:
+def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack, gate: Path, tmp_path: Path) -> None:
     """Given calls, streams and a watch that are under way at SIGTERM, expect that all are answered."""
-    gateway = shared.gateway("--grpc-port", "0")
+    gateway, notes, keys = shared.gateway("--grpc-port", "0"), tmp_path / "notes", Keys("Noting")
+    shared.wait_until_idle("Noting")
     with Rpc(gateway) as client:
         health = client.channel.unary_stream(
             f"/{HEALTH.service}/Watch", response_deserializer=HEALTH["HealthCheckResponse"].FromString
@@ -619,26 +623,28 @@ def test_a_gateway_that_stops_fails_no_call_that_has_begun(shared: Stack, gate: 
         stream = client.stream(iter(requests.get, None))
         requests.put(json_request("Sleeper", 0, id="first"))
         assert next(stream).infer_response.id == "first"
-        requests.put(json_request("Sleeper", 1.5, id="last"))
-        wait_until(lambda: shared.pending("Sleeper") > 0, description="it is executed")
-        whole = client.stream([repeating(2, id="whole", parameters={"GATE": str(gate)})])
+        last = {"name": "last", "notes": str(notes), "gate": str(gate)}
+        requests.put(json_request("Noting", last, id="last"))
+        wait_until(notes.exists, description="it is executed")
+        whole = client.stream([repeating(2, id="whole", parameters={"GATE": str(tmp_path / "whole")})])
         assert next(whole).infer_response.id == "whole"
         held = [
-            client.method("ModelInfer").future(json_request("Sleeper", 0.3), timeout=EVENTUALLY_S)
-            for _ in range(2)
+            client.method("ModelInfer").future(noting(notes, "held"), timeout=EVENTUALLY_S) for _ in range(2)
         ]
         wait_until(
-            lambda: waiting(shared, "Sleeper") + shared.pending("Sleeper") >= 2, description="more wait"
+            lambda: (shared.redis.xlen(keys.batches), shared.redis.xlen(keys.requests)) == (2, 1),
+            description="one is dispatched ahead, and one waits",
         )
         ended = threading.Thread(target=gateway.terminate)
         ended.start()
         assert [answer.status for answer in health] == [2]
+        gate.touch()
         assert next(stream).infer_response.id == "last"
-        assert [outputs_of(one.result(EVENTUALLY_S))["result"] for one in held] == [[b"0.3"]] * 2
+        assert [outputs_of(one.result(EVENTUALLY_S))["result"] for one in held] == [[b"held"]] * 2
         with pytest.raises(grpc.RpcError) as error:
             next(stream)
         assert failure(error) == ("UNAVAILABLE", "the gateway stops: open another stream")
-        gate.touch()
+        (tmp_path / "whole").touch()
         assert numbers_of(list(whole)) == [("whole", 101, 1)], "its client had sent all, so it ends well"
         requests.put(None)
         ended.join()
