@@ -20,7 +20,7 @@ from carpool.rows import BODY_TTL_MS, LARGE_BODY_BYTES
 from carpool.wire.bodies import encode_body
 from support.stack import Stack, fixed_keys
 from support.transport import transport_of
-from support.waiting import EVENTUALLY_S, Stopwatch, ample_ms, wait_until
+from support.waiting import EVENTUALLY_S, growing_s, wait_until
 
 LARGE: Final = LARGE_BODY_BYTES * 10
 
@@ -202,23 +202,25 @@ def test_refused_on_arrival(shared: Stack, fields: dict[str, Any]) -> None:
 async def test_withdrawn_expired_and_refused_requests_leave_no_body(shared: Stack, gate: Path) -> None:
     images = [bytes([number]) * LARGE for number in range(3)]
     async with AsyncClient(shared.url, timeout=EVENTUALLY_S) as client:
-        stopwatch = Stopwatch()
-        assert await client.infer("Single", images[0]) == images[0]
-        timeout_s = ample_ms(stopwatch, 500) / 1000  # until it expires there is time to look
         await asyncio.to_thread(block, shared, gate, "Single")
         await asyncio.to_thread(shared.configure, "Single", max_queue_bytes=str(3 * LARGE))
-        withdrawn = client.submit("Single", images[0])
-        await asyncio.sleep(0)
-        expired = client.submit("Single", images[1], timeout=timeout_s)
+        withdrawn = [client.submit("Single", image) for image in images[:2]]
         await asyncio.to_thread(
             wait_until, lambda: len(bodies_left(shared, "Single")) == 2, description="two bodies wait"
         )
         with pytest.raises(ResourceExhaustedError, match="max_queue_bytes"):
             await client.infer("Single", bytes(2 * LARGE))
         assert len(bodies_left(shared, "Single")) == 2
-        withdrawn.cancel()
+        withdrawn[0].cancel()
+        await asyncio.to_thread(
+            wait_until, lambda: len(bodies_left(shared, "Single")) == 1, description="one body waits"
+        )
         with pytest.raises(DeadlineExceededError):
-            await expired
+            await client.infer("Single", images[0], timeout=0.5)
+        await asyncio.to_thread(
+            wait_until, lambda: len(bodies_left(shared, "Single")) == 1, description="the other one waits"
+        )
+        withdrawn[1].cancel()
         await asyncio.to_thread(wait_until_deleted, shared, "Single")
         gate.touch()
         assert await client.infer("Single", images[2]) == images[2]
@@ -229,12 +231,15 @@ async def test_withdrawn_expired_and_refused_requests_leave_no_body(shared: Stac
 async def test_expired_in_flight(shared: Stack, gate: Path) -> None:
     """The batcher answers ahead of the commit, which deletes the body."""
     async with AsyncClient(shared.url) as client:
-        stopwatch = Stopwatch()
-        await client.infer("Echo", {"image": array_of(1)}, timeout=EVENTUALLY_S)
-        await asyncio.to_thread(wait_until_deleted, shared, "Echo")
-        body = {"gate": str(gate), "image": array_of(1)}
-        with pytest.raises(DeadlineExceededError):
-            await client.infer("Echo", body, timeout=ample_ms(stopwatch, 500) / 1000)
+        body, keys = {"gate": str(gate), "image": array_of(1)}, Keys("Echo")
+        for timeout_s in growing_s(0.5):
+            with pytest.raises(DeadlineExceededError):
+                await client.infer("Echo", body, timeout=timeout_s)
+            await asyncio.to_thread(
+                wait_until, lambda: not shared.redis.xlen(keys.requests), description="it does not wait"
+            )
+            if shared.redis.xlen(keys.batches):  # else it expired before it was dispatched
+                break
         assert len(bodies_left(shared, "Echo")) == 1
         gate.touch()
         await asyncio.to_thread(wait_until_deleted, shared, "Echo")
