@@ -265,6 +265,8 @@ class Load:
             except (OSError, AssertionError) as error:
                 if time.monotonic() - before_s < DRAIN_IDLE_S:
                     self.failed.append(f"{type(error).__name__}: {error}")
+                if connection is not None:
+                    connection.close()
                 connection, sent_s = None, inf
                 continue
             self.answers.append(answer)
