@@ -170,11 +170,16 @@ def test_another_port_is_chosen_if_the_first_is_taken_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with EmbeddedRedis() as first:
-        free = embedded.free_port()
-        choices = iter([first.port, first.port, free])
-        monkeypatch.setattr(embedded, "free_port", lambda: next(choices))
+        taken, free_port, chosen = iter([first.port, first.port]), embedded.free_port, []
+
+        def choose() -> int:
+            chosen.append(next(taken, None) or free_port())
+            return chosen[-1]
+
+        monkeypatch.setattr(embedded, "free_port", choose)
         with EmbeddedRedis() as second:
-            assert second.port == free
+            assert chosen[:2] == [first.port] * 2
+            assert second.port == chosen[-1] != first.port
 
 
 # --- errors
