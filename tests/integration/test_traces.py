@@ -16,7 +16,7 @@ from support.http import call
 from support.otlp import Collector, SeenSpan
 from support.proxy import Proxy
 from support.rpc import Rpc, infer_request
-from support.stack import Service, Stack
+from support.stack import Service, Stack, wait_for
 from support.waiting import EVENTUALLY_S, wait_until
 
 INTERNAL, CLIENT, PRODUCER, CONSUMER = 1, 3, 4, 5  # as OTLP numbers them
@@ -122,7 +122,10 @@ def test_a_request_over_http(shared: Stack, gateway: Service, collector: Collect
     assert not any(span.is_error or span.message for span in spans.values())
     for secret in (BODY, BODY.upper()):
         assert secret.encode() not in collector.bodies
-    (line,) = [line for line in gateway.events("answered") if line.get("trace_id") == parent.trace_id]
+    (line,) = wait_for(  # it is written after the span has ended
+        lambda: [line for line in gateway.events("answered") if line.get("trace_id") == parent.trace_id],
+        description="the call is logged",
+    )
     assert line["span_id"] == send.span_id
     batches = [line for line in shared.served_by("Traced").events("batch") if "trace_id" in line]
     assert (parent.trace_id, batch.span_id) in {(line["trace_id"], line["span_id"]) for line in batches}
