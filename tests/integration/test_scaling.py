@@ -53,18 +53,19 @@ def test_workers_are_started_and_stopped_as_the_model_wants(stack: Stack) -> Non
         wait_until_wanted(3)
         workers += [stack.worker("scaled.py:Scaled") for _ in range(2)]
         stack.wait_for_model(MODEL, workers=3)
-        assert answer()["processes"] == 3
-        page = carpool(stack.url, "top", "--once", "--model", MODEL).stdout
-        assert "3 workers (" in page
+        wait_until(lambda: answer().get("processes") == 3, description="three processes are needed")
+        top = ("top", "--once", "--model", MODEL)
+        wait_until(lambda: "3 workers (" in carpool(stack.url, *top).stdout, description="they are shown")
     for correlation_id in sent:
         assert stack.result(MODEL, correlation_id)["status"] == "OK"
 
     wait_until_wanted(0)
-    assert answer() == {"model": MODEL, "wanted": 0, "processes": 0, "reason": "idle"}
+    idle = {"model": MODEL, "wanted": 0, "processes": 0, "reason": "idle"}
+    wait_until(lambda: answer() == idle, description="that is because nothing is asked for")
     for worker in workers:
         worker.terminate()
     wait_until(lambda: not stack.live_workers(MODEL), description="no worker is left")
-    assert answer()["wanted"] == 0
+    wait_until_wanted(0)
 
     waiting = stack.send(MODEL, body="2")
     wait_until_wanted(1)
