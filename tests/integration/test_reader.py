@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, Final
 
 import pytest
@@ -179,11 +180,11 @@ class RandomRun:
 def run_at_random(url: str, redis: Any, seed: int) -> None:
     """Expect each entry to be read once, in order."""
     run = RandomRun(url, redis, seed)
-    for _ in range(STEPS):
-        run.step()
-    for one in run.watched:
-        run.read_what_is_settled_of(one)
-    run.reader.close()
+    with closing(run.reader):  # also where a fault was planted
+        for _ in range(STEPS):
+            run.step()
+        for one in run.watched:
+            run.read_what_is_settled_of(one)
 
 
 @pytest.mark.parametrize("seed", range(30))
