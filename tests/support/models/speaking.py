@@ -29,8 +29,8 @@ def prompt_of(body: dict[str, Any]) -> str:
 
 def options_of(prompt: str) -> dict[str, str]:
     """`length`: pieces; `step_s`: what each takes; `raise`: the piece at which the model raises; `kill`: at
-    which it ends its process; `gate`: a file for which it waits, before the piece `gate_at`; `closed`: one that it
-    writes at the end."""
+    which it ends its process; `gate`: a file for which it waits, before the piece `gate_at`; `closed`: one
+    that it writes at the end."""
     return dict(word.split("=", 1) for word in prompt.split() if "=" in word)
 
 
