@@ -337,8 +337,10 @@ class Worker:
             replica.batch_size_max = registrar.batch_size_max
 
     def _join(self, store: WorkerStore) -> None:
+        """Join again under the same names, if Redis was emptied, but for those that have lost more with their
+        leases: the next heartbeat notices."""
         for replica in self._replicas:
-            if replica.member.is_joined:
+            if replica.member.is_joined and replica.member.can_be_revived:
                 store.join(replica.name, self._lease_ms)
 
     def _on_error(self, loop: str) -> Callable[[Exception], None]:

@@ -303,12 +303,13 @@ def test_expiration_of_a_request_can_be_overridden(stack: Stack, gate: Path) -> 
 
 
 def test_priority_has_its_own_limits(stack: Stack, gate: Path) -> None:
-    policies = '{"0": {"max_queue_size": 1, "default_expiration_ms": 300}}'
+    policies = '{"0": {"max_queue_size": 1}, "1": {"default_expiration_ms": 300}}'
     change(stack, "max_batch_size=1", f"priority_policies={policies}")
     block_worker_and_next(stack, gate)
     send(stack, "high1 high2", priority=9)
     send(stack, "low1 low2", priority=0)
+    send(stack, "brief", priority=1)
     assert stack.result(MODEL, "low2")["status"] == "RESOURCE_EXHAUSTED"
-    assert stack.result(MODEL, "low1")["status"] == "DEADLINE_EXCEEDED"
+    assert stack.result(MODEL, "brief")["status"] == "DEADLINE_EXCEEDED"
     gate.touch()
-    assert {one["status"] for one in results(stack, "high1 high2").values()} == {"OK"}
+    assert {one["status"] for one in results(stack, "high1 high2 low1").values()} == {"OK"}

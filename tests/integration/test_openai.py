@@ -442,13 +442,16 @@ def begin(gateway: Service, prompt: str) -> tuple[Connection, list[bytes]]:
     return connection, [connection.part() for _ in range(4)]
 
 
-def test_a_text_goes_on_when_the_process_of_its_model_is_killed(gateway: Service, shared: Stack) -> None:
-    prompt = "killed length=60 step_s=0.01"
+def test_a_text_goes_on_when_the_process_of_its_model_is_killed(
+    gateway: Service, shared: Stack, gate: Path
+) -> None:
+    prompt = f"killed length=60 step_s=0.01 gate={gate} gate_at=30"
     worker = shared.served_by("Story")
     connection, parts = begin(gateway, prompt)
     with connection:
         for pid in worker.children():
             os.kill(pid, signal.SIGKILL)
+        gate.touch()
         parts += read_on(connection)
     assert worker.events("model process replaced")
     events = events_of(parts)

@@ -29,7 +29,8 @@ def prompt_of(body: dict[str, Any]) -> str:
 
 def options_of(prompt: str) -> dict[str, str]:
     """`length`: pieces; `step_s`: what each takes; `raise`: the piece at which the model raises; `kill`: at
-    which it ends its process; `gate`: a file for which it waits; `closed`: one that it writes at the end."""
+    which it ends its process; `gate`: a file for which it waits, before the piece `gate_at`; `closed`: one
+    that it writes at the end."""
     return dict(word.split("=", 1) for word in prompt.split() if "=" in word)
 
 
@@ -69,7 +70,7 @@ class Story:
     def _step(self, request: Any, options: dict[str, str]) -> None:
         prompt, stops = request.state
         at, length = request.emitted, int(options.get("length", 3))
-        if "gate" in options and not Path(options["gate"]).exists():
+        if "gate" in options and at >= int(options.get("gate_at", 0)) and not Path(options["gate"]).exists():
             return
         if at == int(options.get("raise", -1)):
             raise ValueError(f"piece {at} is not possible")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def told(request: Any) -> dict[str, Any]:
     """What a RequestInfo, or a request of a stepping model, tells, as JSON can have it."""
-    left_s = request.time_left_s
+    before_s, left_s, after_s = time.time(), request.time_left_s, time.time()
     return {
         "content_type": request.content_type,
         "accept": request.accept,
@@ -26,7 +26,8 @@ def told(request: Any) -> dict[str, Any]:
         "deliveries": request.delivery_count,
         "age_s": time.time() - request.arrival_s,
         "left_s": left_s,
-        "agrees": request.deadline_s is None or abs(request.deadline_s - time.time() - left_s) < 1,
+        "agrees": request.deadline_s is None
+        or request.deadline_s - after_s - 1 < left_s < request.deadline_s - before_s + 1,
     }
 
 
