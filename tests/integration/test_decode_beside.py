@@ -113,10 +113,16 @@ def test_decoding_that_hangs_beyond_its_deadline_does_not_keep_its_place(
     model = stack.serve(f"beside.py:{name}")
     worker = stack.served_by(model)
     process = worker.children()
-    hanging = {f"{name}{number}": str(tmp_path / "never") for number in range(2)}
-    late = results_of(stack, model, hanging, expiration=200)
-    assert {status for status, _ in late.values()} == {"DEADLINE_EXCEEDED"}
+    never = [tmp_path / f"never{number}" for number in range(2)]
     numbers = itertools.count()
+
+    def hang() -> bool:
+        hanging = {f"{name}{next(numbers)}": str(path) for path in never}
+        late = results_of(stack, model, hanging, expiration=200)
+        assert {status for status, _ in late.values()} == {"DEADLINE_EXCEEDED"}
+        return all(Path(f"{path}.started").exists() for path in never)
+
+    wait_until(hang, description="both are decoded, and do not expire before that")
 
     def is_executed() -> bool:
         correlation_id = f"{name}-after{next(numbers)}"
@@ -125,10 +131,9 @@ def test_decoding_that_hangs_beyond_its_deadline_does_not_keep_its_place(
     wait_until(is_executed, description="a body is decoded in the place of those that hang")
     reason = "decode of a late request took longer than max_execution_ms, 1000 ms"
     if name == "LateInThreads":
-        assert [event["how"] for event in worker.events("model process died")] == [f"unhealthy, {reason}"]
+        assert {event["how"] for event in worker.events("model process died")} == {f"unhealthy, {reason}"}
     else:
         assert {event["how"] for event in worker.events(DIED)} == {reason}
-        assert len(worker.events(DIED)) <= 2
         assert worker.children() == process
 
 

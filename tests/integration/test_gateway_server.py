@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,29 +15,31 @@ from typing import Any
 import pytest
 
 from carpool_gateway import events
+from carpool_gateway import server as server_module
 from carpool_gateway.answers import HttpError
 from carpool_gateway.events import Events
 from carpool_gateway.exchange import Exchange
 from carpool_gateway.limits import BodyMemory, Limits, inflate
-from carpool_gateway.server import LINGER_S, Server
+from carpool_gateway.server import DRAIN_IDLE_S, LINGER_S, Server
 from carpool_gateway.websocket import WebSocket, accept
 from support.http import Answer, Connection, call, request
 from support.waiting import Stopwatch, wait_until
 from support.websocket import BINARY, PING, PONG, TEXT, Socket, frame, handshake
 
+LIMIT_S = 30.0
 LIMITS = Limits(
     head_bytes=4096,
     headers=20,
     body_bytes=100_000,
     memory_bytes=150_000,
     connections=8,
-    head_s=0.5,
-    body_s=0.5,
-    idle_s=0.5,
-    write_s=0.5,
+    head_s=LIMIT_S,
+    body_s=LIMIT_S,
+    idle_s=LIMIT_S,
+    write_s=LIMIT_S,
+    ping_s=LIMIT_S,
 )
-
-
+PASSED_S = 1.0  # of the server's time, in one step of a test that waits for a deadline
 LARGE_BYTES = 50_000_000
 
 
@@ -117,11 +120,14 @@ class Echo:
 
 
 class Running:
-    """A server in a thread with an event loop."""
+    """A server in a thread with an event loop. Its time is real, and passes when a test says so, too: so a
+    limit is long for a process that is held up, and over at once."""
 
     def __init__(self, limits: Limits) -> None:
         self.app = FakeApp(limits)
         self.loop = asyncio.new_event_loop()
+        self.passed_s = 0.0
+        self.loop.time = lambda: time.monotonic() + self.passed_s  # type: ignore[method-assign]
         self.server = Server(self.app, limits, "test")
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
@@ -129,6 +135,16 @@ class Running:
 
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+
+    def pass_time(self, seconds: float = PASSED_S) -> None:
+        """Let this time pass for the server; return once it has looked at its deadlines."""
+
+        async def pass_time() -> None:
+            self.passed_s += seconds
+            for _ in range(2):  # timers that are due run at the end of an iteration
+                await asyncio.sleep(0)
+
+        self.call(pass_time())
 
     def answer(self, exchange: Exchange, body: bytes) -> None:
         self.loop.call_soon_threadsafe(exchange.respond, 200, b"", body)
@@ -151,7 +167,7 @@ def running(limits: Limits = LIMITS) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Running]:
-    with running(LIMITS._replace(head_s=30, body_s=30, idle_s=30, write_s=30, connections=1000)) as started:
+    with running(LIMITS._replace(connections=1000)) as started:
         yield started
 
 
@@ -407,22 +423,23 @@ def test_a_client_that_closes_its_half_is_answered(shared: Running, version: str
 def test_what_is_slow_ends_at_a_deadline_however_often_a_byte_comes(
     first: bytes, drop: bytes, code: int
 ) -> None:
+    stopwatch = Stopwatch()
     with running() as server, Connection(server.url) as connection:
-        stopwatch = Stopwatch()
         connection.send(first)
-        connection.socket.settimeout(0.05)
+        connection.socket.settimeout(0.005)
         received, is_open = b"", True
         while is_open:
+            assert server.passed_s < 2 * LIMIT_S, "there is no deadline"
             try:
                 data = connection.socket.recv(4096)
                 received, is_open = received + data, bool(data)
             except TimeoutError:
-                assert stopwatch.passed_s < 10, "there is no deadline"
+                server.pass_time()
                 try:
                     connection.send(drop)
                 except OSError:
                     is_open = False
-        assert stopwatch.elapsed_s > 0.4
+        assert server.passed_s + stopwatch.elapsed_s >= LIMIT_S
         assert (int(received.split(b" ")[1]) if received else 0) == code
         wait_until(lambda: not server.server.connections, description="the connection is forgotten")
         wait_until(lambda: server.server.memory.held_bytes == 0, description="no body is held")
@@ -431,14 +448,20 @@ def test_what_is_slow_ends_at_a_deadline_however_often_a_byte_comes(
 @pytest.mark.parametrize(
     ("limits", "rest"),
     [
-        (LIMITS._replace(idle_s=60, body_s=60), b"GET / HTTP/1.1\r\nX: x"),
-        (LIMITS._replace(idle_s=60, head_s=60), b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx"),
+        (LIMITS._replace(idle_s=600, body_s=600), b"GET / HTTP/1.1\r\nX: x"),
+        (
+            LIMITS._replace(idle_s=600, head_s=600),
+            b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx",
+        ),
     ],
 )
 def test_each_request_of_a_connection_has_its_deadlines(limits: Limits, rest: bytes) -> None:
     with running(limits) as server, Connection(server.url) as connection:
         assert connection.request("GET", "/").code == 200
         connection.send(rest)
+        while not connection.is_readable:
+            assert server.passed_s < 2 * LIMIT_S, "there is no deadline"
+            server.pass_time()
         assert connection.answer().code == 408
         assert connection.rest() == b""
 
@@ -446,7 +469,12 @@ def test_each_request_of_a_connection_has_its_deadlines(limits: Limits, rest: by
 def test_a_client_that_does_not_read_is_cut_off() -> None:
     with running() as server, Connection(server.url) as connection:
         connection.send(request("GET", "/parts"))
-        wait_until(lambda: ("/parts", 200, True) in server.app.done, description="it is cut off")
+
+        def is_cut_off() -> bool:
+            server.pass_time()
+            return ("/parts", 200, True) in server.app.done
+
+        wait_until(is_cut_off, description="it is cut off")
         assert server.app.gone == ["/parts"]
 
 
@@ -456,6 +484,7 @@ def test_a_client_that_reads_slowly_is_cut_off() -> None:
         connection.send(request("GET", "/large"))
         assert connection.answer(has_body=False).code == 200
         while server.server.connections:
+            server.pass_time()
             connection.socket.recv(1)
         assert len(connection.rest()) < LARGE_BYTES, "what was on its way"
         assert server.server.memory.held_bytes == 0
@@ -463,7 +492,7 @@ def test_a_client_that_reads_slowly_is_cut_off() -> None:
 
 def test_no_further_answer_is_made_for_a_client_that_does_not_read() -> None:
     """Given requests that were sent ahead, expect that the second waits until the first answer was read."""
-    with running(LIMITS._replace(write_s=30, idle_s=30)) as server, Connection(server.url) as connection:
+    with running() as server, Connection(server.url) as connection:
         connection.send(request("GET", "/large") * 3)
         wait_until(lambda: server.app.done, description="the first is answered")
         held = server.server.memory.held_bytes
@@ -474,19 +503,19 @@ def test_no_further_answer_is_made_for_a_client_that_does_not_read() -> None:
         assert call(server.url, "POST", "/", b"x").code == 503, "too much is held for a body"
         for _ in range(3):
             assert len(connection.answer().body) == LARGE_BYTES
-        assert server.server.memory.held_bytes == 0
+        wait_until(lambda: server.server.memory.held_bytes == 0, description="the server knows")
 
 
 def test_a_slow_reader_gets_all_of_the_last_answer() -> None:
-    with running(LIMITS._replace(write_s=30)) as server, Connection(server.url) as connection:
+    with running() as server, Connection(server.url) as connection:
         connection.send(request("GET", "/large", Connection="close"))
         head = connection.answer(has_body=False)
-        assert not threading.Event().wait(LINGER_S + 1), "longer than a client has that does not read"
+        server.pass_time(LINGER_S + 1)  # longer than a client has that does not read
         assert len(connection.rest()) == int(head.headers["content-length"]) == LARGE_BYTES
 
 
 def test_too_many_connections_are_told_so() -> None:
-    with running(LIMITS._replace(connections=2, idle_s=30, head_s=30)) as server:
+    with running(LIMITS._replace(connections=2)) as server:
         held = [Connection(server.url) for _ in range(2)]
         assert all(one.request("GET", "/").code == 200 for one in held)
         with Connection(server.url) as third:
@@ -497,16 +526,19 @@ def test_too_many_connections_are_told_so() -> None:
         held[1].close()
 
 
-def test_draining_answers_what_has_begun() -> None:
-    with running(LIMITS._replace(idle_s=30)) as server, Connection(server.url) as idle:
+def test_draining_answers_what_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "DRAIN_IDLE_S", LIMIT_S / 2)
+    with running() as server, Connection(server.url) as idle:
         assert idle.request("GET", "/").code == 200
         with Connection(server.url) as busy, Connection(server.url) as late:
             busy.send(request("POST", "/wait", b"x"))
             wait_until(lambda: server.app.waiting, description="it is handled")
-            draining = asyncio.run_coroutine_threadsafe(server.server.drain(10), server.loop)
+            draining = asyncio.run_coroutine_threadsafe(server.server.drain(LIMIT_S), server.loop)
             wait_until(lambda: server.server.is_draining, description="it drains")
             answer = late.request("GET", "/")
             assert (answer.code, answer.headers["connection"]) == (200, "close")
+            assert not idle.is_readable
+            server.pass_time(LIMIT_S / 2)
             assert idle.rest() == b"", "an idle connection ends"
             server.answer(server.app.waiting[0], b"at last")
             assert busy.answer().body == b"at last"
@@ -517,17 +549,20 @@ def test_draining_answers_what_has_begun() -> None:
 
 def test_draining_resets_no_connection(capsys: pytest.CaptureFixture[str]) -> None:
     """Given clients that open a connection for each request, expect that each is answered or refused. Linux
-    may refuse the filter that this needs to users who are not root: then the gateway says so."""
+    may refuse the filter that this needs to users who are not root: then the gateway says so. A client that
+    is held up before it sends its request may find its connection ended."""
     answered, failed = [0] * 4, list[str]()
 
     def send(client: int, url: str) -> None:
         while True:
+            stopwatch = Stopwatch()
             try:
                 answered[client] += call(url, "POST", "/", b"x").code == 200
             except ConnectionRefusedError:
                 return
             except (OSError, AssertionError) as error:
-                failed.append(f"{type(error).__name__}: {error}")
+                if stopwatch.elapsed_s < DRAIN_IDLE_S:
+                    failed.append(f"{type(error).__name__}: {error}")
 
     with running() as server:
         clients = [threading.Thread(target=send, args=(at, server.url)) for at in range(len(answered))]
@@ -546,14 +581,19 @@ def test_draining_resets_no_connection(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_websocket_has_pings_and_one_that_does_not_answer_is_lost() -> None:
-    with running(LIMITS._replace(ping_s=0.3)) as server:
+    with running() as server:
         with Socket(server.url, "/socket") as socket:
             for _ in range(2):
+                server.pass_time(LIMIT_S)
                 assert socket.frame() == (PING, b"")
-                socket.raw(frame(PONG, b""))
+                socket.raw(frame(PONG, b"") + frame(PING, b"was it read?"))
+                assert socket.frame() == (PONG, b"was it read?")
             socket.send([1])
             assert socket.json() == [1]
+            server.pass_time(LIMIT_S)
             assert socket.frame() == (PING, b"")
+            assert not socket.is_readable
+            server.pass_time(LIMIT_S)
             assert socket.rest() == b"", "without an answer the connection is cut off"
         wait_until(lambda: ("/socket", 101, False) in server.app.done, description="it is counted")
 
@@ -577,7 +617,7 @@ def test_a_message_before_a_malformed_frame_does_no_harm(
 
 
 def test_parts_of_messages_are_held_within_the_memory_of_all() -> None:
-    with running(LIMITS._replace(body_s=30, ping_s=30)) as server:
+    with running() as server:
         first, second = Socket(server.url, "/socket"), Socket(server.url, "/socket")
         with first, second:
             message = frame(BINARY, bytes(90_000))
@@ -592,13 +632,14 @@ def test_parts_of_messages_are_held_within_the_memory_of_all() -> None:
 
 
 def test_a_websocket_that_is_not_read_is_not_read_either_and_cut_off() -> None:
-    with running(LIMITS._replace(ping_s=30)) as server, Socket(server.url, "/socket") as socket:
+    with running() as server, Socket(server.url, "/socket") as socket:
         socket.send("flood")
         wait_until(lambda: server.server.memory.held_bytes > 0, description="it does not read")
         (connection,) = server.server.connections
         wait_until(lambda: connection._is_reading_paused, description="it is not read")
+        server.pass_time(LIMIT_S)
         wait_until(lambda: not server.server.connections, description="it is cut off")
-        assert server.server.memory.held_bytes == 0
+        wait_until(lambda: server.server.memory.held_bytes == 0, description="nothing is held")
 
 
 def test_a_mistake_in_a_conversation_ends_its_connection_alone(shared: Running) -> None:

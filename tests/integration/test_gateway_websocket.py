@@ -300,9 +300,10 @@ def held_bytes(gateway: Service) -> int:
 def test_what_is_read_slowly_is_counted_and_bounded(shared: Stack) -> None:
     gateway = shared.gateway("--memory-bytes-max", str(2 * BODY_BYTES_MAX), "--body-bytes-max", "65536")
     shared.serve("stepping.py:endless")
+    before = shared.last_batch_id("endless")
     with Socket(gateway.url, "/carpool/v1/models/endless/stream") as socket:
         socket.send({"id": "1", "body": {"text": "x" * 10_000}})
-        wait_until(lambda: shared.redis.xlen("carpool:{endless}:batches") == 1, description="it is executed")
+        wait_until(lambda: shared.last_batch_id("endless") != before, description="it is dispatched")
         shared.wait_until_idle("endless")  # it was withdrawn
         assert held_bytes(gateway) < 4 * BODY_BYTES_MAX
         error = socket.until_end()[-1]

@@ -12,11 +12,13 @@ import pytest
 from carpool import Client
 from carpool.keys import Keys
 from support.command import carpool
+from support.models.stepping import text_of
 from support.stack import Service, Stack
 from support.status import get
 from support.waiting import EVENTUALLY_S, wait_until
 
-LEASE: Final = ("--lease-ms", "600")
+# A worker looks three times in a lease whether it is drained, and keeps it if it is held up for seconds.
+LEASE: Final = ("--lease-ms", "4500")
 ECHO: Final = "Echo"
 
 
@@ -117,6 +119,8 @@ def test_drain_ends_with_its_worker(stack: Stack) -> None:
     stack.wait_for_model(ECHO)
     drain(stack, killed)
     killed.kill()
+    long_ago = dict.fromkeys(stack.live_workers(ECHO), 1)
+    stack.redis.zadd(Keys(ECHO).workers, long_ago)  # as if its lease had run out ten leases ago
     started = stack.worker(f"plain.py:{ECHO}", *LEASE)
     assert stack.result(ECHO, stack.send(ECHO, body="7"))["body"] == 7
     wait_until(lambda: list(workers(stack)) == [name_of(started)], description="the lease is over")
@@ -129,29 +133,34 @@ def test_drain_ends_with_its_worker(stack: Stack) -> None:
     assert done.returncode == 1 and "no worker" in done.stderr
 
 
-def test_streams_go_on_in_another_worker(stack: Stack) -> None:
+def test_streams_go_on_in_another_worker(stack: Stack, gate: Path, tmp_path: Path) -> None:
     """Given streams of a stepping model, when its worker is drained, expect that another one goes on with
     them, and that the drained one steps them no more; without another one, that it finishes them."""
     one = stack.worker("stepping.py:Chain", *LEASE)
     stack.wait_for_model("Chain")
     with Client(stack.url, timeout=EVENTUALLY_S) as client:
-        stream = client.stream("Chain", {"length": 60, "step_s": 0.02})
-        assert next(stream)
+        stream = client.stream("Chain", {"length": 20, "gate": str(gate), "gate_at": 1})
+        first = next(stream)
         drain(stack, one)
-        assert len(list(stream)) == 59 and not one.events("requests handed over")
+        gate.touch()
+        assert "".join([first, *stream]) == text_of(str(stream.correlation_id), 20)
+        assert not one.events("requests handed over")
         undo(stack, one)
 
-        stream = client.stream("Chain", {"length": 200, "step_s": 0.02})
-        assert next(stream)
+        handed_over = tmp_path / "handed over"
+        stream = client.stream("Chain", {"length": 20, "gate": str(handed_over), "gate_at": 1})
+        first = next(stream)
         stack.worker("stepping.py:Chain", *LEASE)
         stack.wait_for_model("Chain", workers=2)
         drain(stack, one)
         one.wait_for("requests handed over")
         (process,) = workers(stack)[name_of(one)]["processes"]
         assert process["in_hand"] == 0 and process["is_draining"]
-        assert len(list(stream)) == 199
+        handed_over.touch()
+        assert "".join([first, *stream]) == text_of(str(stream.correlation_id), 20)
         undo(stack, one)
-        assert len(list(client.stream("Chain", {"length": 3}))) == 3
+        again = client.stream("Chain", {"length": 3})
+        assert "".join(again) == text_of(str(again.correlation_id), 3)
 
 
 def test_sequences_stay_and_no_others_begin(stack: Stack) -> None:

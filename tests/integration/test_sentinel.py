@@ -19,7 +19,7 @@ from support.configured import major
 from support.redis_client import redis_at
 from support.sentinel import HOST, Sentinel
 from support.stack import Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 MODEL: Final = "Hashing"
 
@@ -39,7 +39,7 @@ async def test_load_goes_on_after_the_primary_was_killed(
     primary = EmbeddedRedis(binary=server)
     follower = redis_at(replica.url)
     follower.replicaof(HOST, primary.port)
-    sentinel = Sentinel(server, tmp_path, primary.port)
+    sentinel = Sentinel(server, tmp_path, primary.port, down_after_ms=600_000)  # however busy this machine is
     nobody = free_port()
     url = f"redis+sentinel://{HOST}:{nobody},{HOST}:{sentinel.port}/main"
     environment = {role: {"CARPOOL_REDIS_URL": url} for role in ("batcher", "worker")}
@@ -57,12 +57,13 @@ async def test_load_goes_on_after_the_primary_was_killed(
 
             async def infer_all() -> None:
                 bodies = [f"body {number}" for number in range(2000)]
-                async with AsyncClient(url, timeout=40) as client:
+                async with AsyncClient(url, timeout=EVENTUALLY_S) as client:
                     async for result in client.map(MODEL, bodies, in_flight=32):
                         results.append(result)
 
             sending = asyncio.ensure_future(infer_all())
             await asyncio.to_thread(wait_until, lambda: len(results) > 100, description="results")
+            sentinel.take_for_dead_after(500)
             os.kill(primary.pid, signal.SIGKILL)
             await sending
             assert len(results) == 2000

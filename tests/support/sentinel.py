@@ -17,7 +17,7 @@ HOST: Final = "127.0.0.1"
 
 
 class Sentinel:
-    """A sentinel that watches a primary under the name `main`, and takes it for dead after half a second.
+    """A sentinel that watches a primary under the name `main`, and takes it for dead after `down_after_ms`.
 
     `tls`: it speaks TLS only, with these options of redis-server. `authority` signed its certificate.
     """
@@ -28,6 +28,7 @@ class Sentinel:
         home: Path,
         primary_port: int,
         *,
+        down_after_ms: int = 500,
         tls: Sequence[str] = (),
         authority: str | None = None,
     ) -> None:
@@ -37,7 +38,7 @@ class Sentinel:
         configuration.write_text(
             f"{ports}\nbind {HOST}\ndir {home}\n"
             f"sentinel monitor main {HOST} {primary_port} 1\n"
-            "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000\n"
+            f"sentinel down-after-milliseconds main {down_after_ms}\nsentinel failover-timeout main 3000\n"
         )
         self._process = subprocess.Popen(
             command_that_dies_with_parent(
@@ -50,6 +51,10 @@ class Sentinel:
     @property
     def url(self) -> str:
         return f"redis+sentinel://{HOST}:{self.port}/main"
+
+    def take_for_dead_after(self, milliseconds: int) -> None:
+        """Set this anew."""
+        self.redis.execute_command("SENTINEL", "SET", "main", "down-after-milliseconds", milliseconds)
 
     def knows_replicas(self) -> bool:
         try:

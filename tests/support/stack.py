@@ -423,6 +423,11 @@ class Stack:
         versions = sorted(version.decode() for version in self.redis.smembers(keys.versions))
         return [keys.batches, *map(keys.batches_of, versions)]
 
+    def last_batch_id(self, model: str) -> bytes:
+        """The ID of the batch that was dispatched last, also if it is done."""
+        last_id: bytes = self.redis.xinfo_stream(Keys(model).batches)["last-generated-id"]
+        return last_id
+
     def pending(self, model: str) -> int:
         """The number of batches in Redis's pending entries lists."""
         groups = [group for key in self.batch_streams(model) for group in self.redis.xinfo_groups(key)]

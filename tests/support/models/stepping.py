@@ -3,8 +3,9 @@
     chunk i = the first letters of a hash of the correlation ID, `seed` in the body, and all chunks before it
 
 A body is a map: `length`, the number of chunks; `seed`; `step_s`, what a step takes (the longest of those
-that take part); `gate`, a file for which the request waits at its first step; and faults at a chunk:
-`kills_at`, `raises_at`; or `kills_after`, the number of steps after each beginning.
+that take part); `gate`, a file for which the request waits before its first chunk, or before that with the
+number `gate_at`; and faults at a chunk: `kills_at`, `raises_at`; or `kills_after`, the number of steps after
+each beginning.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Chain:
     def _step(self, request: Any) -> None:
         body, state = request.body, request.state
         gate = body.get("gate")
-        if gate and not state["at"] and not Path(gate).exists():
+        if gate and state["at"] == body.get("gate_at", 0) and not Path(gate).exists():
             return
         if state["at"] in (body.get("kills_at"), state["begun_at"] + body.get("kills_after", -1)):
             os.kill(os.getpid(), signal.SIGKILL)
