@@ -10,8 +10,8 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Final, NamedTuple, cast
@@ -521,19 +521,22 @@ def test_nobody_acts_if_the_console_is_read_only(acting: InProcess) -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a server with limits that are short enough for tests, and pages that fail."""
-    monkeypatch.setattr(carpool_console.server, "HEAD_S_MAX", 0.2)
-    monkeypatch.setattr(carpool_console.server, "UNREAD_S_MAX", 0.2)
+    """The URL of a server with pages that fail, whose limits are longer than any test takes."""
+    monkeypatch.setattr(carpool_console.server, "HEAD_S_MAX", EVENTUALLY_S)
+    monkeypatch.setattr(carpool_console.server, "UNREAD_S_MAX", EVENTUALLY_S)
     with started_server() as url:
         yield url
 
 
 @contextmanager
-def started_server() -> Iterator[str]:
+def started_server(on_head: Callable[[], None] = lambda: None) -> Iterator[str]:
+    """`on_head` is called when the head of a POST has come."""
+
     def failing(_: Request) -> Response:
         raise RuntimeError("secret")
 
     async def echo(request: Request) -> Response:
+        on_head()
         return PlainTextResponse(await request.body())
 
     started = Server(
@@ -553,15 +556,14 @@ def started_server() -> Iterator[str]:
     assert not started.is_alive
 
 
-def test_clients_that_only_connect_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_only_connect_keep_nobody_out(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given all connections that there may be, of which one has a request that is not complete, when further
     clients connect, expect that each is answered, and takes the place of the one that was quiet longest."""
-    monkeypatch.setattr(carpool_console.server, "HEAD_S_MAX", EVENTUALLY_S)
     monkeypatch.setattr(carpool_console.server, "CONNECTIONS_MAX", 4)
-    with started_server() as url, ExitStack() as opened:
+    with ExitStack() as opened:
 
         def connect(sends: bytes = b"") -> Connection:
-            connection = opened.enter_context(Connection(url))
+            connection = opened.enter_context(Connection(server))
             connection.send(sends)
             return connection
 
@@ -576,26 +578,51 @@ def test_clients_that_only_connect_keep_nobody_out(monkeypatch: pytest.MonkeyPat
         assert served.answer().body == b"xy"
 
 
-def test_clients_that_send_no_whole_head_are_ended(server: str) -> None:
+def test_clients_that_send_no_whole_head_are_ended(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for whole, begin in ((b"", b""), (b"", b"GET / HT"), (POST + b"x", b"GET /")):
+        monkeypatch.setattr(carpool_console.server, "HEAD_S_MAX", EVENTUALLY_S if whole else 0.2)
         with Connection(server) as connection:
             connection.send(whole)
             if whole:
                 assert connection.answer().body == b"x"
+                monkeypatch.setattr(carpool_console.server, "HEAD_S_MAX", 0.2)
             connection.send(begin)
             wait_until(lambda: connection.is_closed, description="the server ends the connection")
-    with Connection(server) as connection:  # a body may take longer than a head
-        connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nx")
-        with pytest.raises(TimeoutError):
-            connection.socket.settimeout(0.5)
-            connection.socket.recv(1)
-        connection.socket.settimeout(None)
-        connection.send(b"y")
-        assert connection.answer().body == b"xy"
+
+
+def test_a_body_may_take_longer_than_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carpool_console.server, "HEAD_S_MAX", 0.2)
+    heads = 0
+
+    def on_head() -> None:
+        nonlocal heads
+        heads += 1
+
+    def has_head(connection: Connection) -> bool:
+        with suppress(ConnectionError):
+            connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nx")
+            wait_until(lambda: heads or connection.is_closed, description="the server has the head")
+        return heads > 0
+
+    with started_server(on_head) as url:
+        connection = Connection(url)
+        while not has_head(connection):  # it came too late, as if it had not been sent
+            connection.close()
+            connection = Connection(url)
+        with connection:
+            with pytest.raises(TimeoutError):
+                connection.socket.settimeout(0.5)
+                connection.socket.recv(1)
+            connection.socket.settimeout(None)
+            connection.send(b"y")
+            assert connection.answer().body == b"xy"
 
 
 @pytest.mark.parametrize("header", ["connection: close", "connection: keep-alive"])
-def test_clients_that_read_nothing_are_ended(server: str, header: str) -> None:
+def test_clients_that_read_nothing_are_ended(
+    server: str, monkeypatch: pytest.MonkeyPatch, header: str
+) -> None:
+    monkeypatch.setattr(carpool_console.server, "UNREAD_S_MAX", 0.2)
     with Connection(server) as connection:
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.send(2 * f"GET /large HTTP/1.1\r\nhost: x\r\n{header}\r\n\r\n".encode())
