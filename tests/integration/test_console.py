@@ -89,6 +89,14 @@ def operator(console: Service, cookies: dict[str, str]) -> Browser:
     return browser
 
 
+def shown(browser: Browser, path: str, text: str) -> str:
+    """The page at this path once it has this text: before, a busy Redis may not have been read."""
+    return wait_until(
+        lambda: page if text in (page := browser.get(path).body.decode()) else "",
+        description=f"{path} has {text!r}",
+    )
+
+
 # --- sign-in -----------------------------------------------------------------------------------------------
 
 
@@ -249,15 +257,13 @@ def test_pages_show_a_model_its_worker_and_what_fails(operator: Browser, shared:
     entry_id = shared.send("Echo", body="1")
     assert shared.result("Echo", entry_id)["status"] == "OK"
     worker = shared.served_by("Echo").wait_for("worker ready")["worker"]
-    found = operator.get("/").body.decode()
-    assert '<a href="/models/Echo">Echo</a>' in found
+    found = shown(operator, "/", '<a href="/models/Echo">Echo</a>')
     assert re.search(r'<span class="state \w+">serving</span>', found)
-    page = operator.get("/models/Echo").body.decode()
+    page = shown(operator, "/models/Echo", f"{worker}/0")
     assert "<h1>Echo</h1>" in page
-    assert f"{worker}/0" in page
     assert "Latency" in page
-    assert f"{worker}/0" in operator.get("/workers").body.decode()
-    assert "No node runs" in operator.get("/nodes").body.decode()
+    shown(operator, "/workers", f"{worker}/0")
+    shown(operator, "/nodes", "No node runs")
     assert operator.get("/models/Other").code == 404
     assert "Echo" not in operator.get("/?q=zzz").body.decode().partition('id="models"')[2]
 
@@ -277,7 +283,10 @@ def test_hostile_names_are_text(operator: Browser, shared: Stack) -> None:
     shared.redis.set(Keys("Absurd").batcher, "b")
     try:
         wait_until(lambda: b"Hostile" in operator.get("/").body, description="the model is listed")
-        pages = [operator.get(path).body.decode() for path in ("/", "/models/Hostile", "/workers")]
+        pages = [
+            shown(operator, "/", "its report makes no sense"),
+            *(shown(operator, path, "&lt;script&gt;alert(1)") for path in ("/models/Hostile", "/workers")),
+        ]
     finally:
         shared.redis.srem("carpool:models", "Hostile", "Absurd", ATTACK, "a{b}")
     assert "its report makes no sense" in pages[0]
@@ -291,17 +300,14 @@ def test_what_operators_ordered_is_shown(operator: Browser, shared: Stack) -> No
     link = Link(shared.url, name="test")
     orders = Operations(link, "carpool", Actor("ann@host", "command"))
 
-    def shows(path: str, text: bytes) -> None:
-        wait_until(lambda: text in operator.get(path).body, description=f"{path} has {text!r}")
-
     orders.pause("Echo", refuses=False, reason="<disk>")
-    shows("/", b"by ann@host: &lt;disk&gt;")
+    shown(operator, "/", "by ann@host: &lt;disk&gt;")
     orders.drain("Echo", worker)
-    shows("/workers", b"drained since ")
-    shows("/models/Echo", b"drained since ")
+    shown(operator, "/workers", "drained since ")
+    shown(operator, "/models/Echo", "drained since ")
     orders.undrain("Echo", worker)
     orders.resume("Echo")
-    shows("/", b">serving</span>")
+    shown(operator, "/", ">serving</span>")
     link.close()
 
 
@@ -323,7 +329,11 @@ def test_many_who_look_cost_redis_what_one_costs(shared: Stack, monkeypatch: pyt
             thread.start()
         for thread in looking:
             thread.join()
-        view = reader.look(workers=True)
+        view = wait_until(
+            lambda: view if (view := reader.look(workers=True)).workers.get("Echo") else None,
+            description="all is read",
+        )
+        assert view is not None
         assert view.overview.row("Echo") is not None
         assert [len(worker.processes) for worker in view.workers["Echo"]] == [1]
     finally:
@@ -352,7 +362,7 @@ def test_a_model_whose_processes_die_does_not_look_as_if_all_were_well(tmp_path:
         browser.sign_in(*printed_password(console))
         died = f"died {deaths} times in the last minute"
         for page in ("/", f"/models/{model}", "/workers"):
-            assert died.encode() in browser.get(page).body, page
+            shown(browser, page, died)
         assert re.search(f"model processes +{died}", carpool(stack.url, "top", "--once").stdout)
 
 
@@ -386,7 +396,7 @@ def test_redis_away_is_said_with_the_last_figures_and_it_comes_back(tmp_path: Pa
         browser = Browser(stack.console("--http-port", "0"))
         console = stack.services[-1]
         assert browser.sign_in(*printed_password(console)).code == 303
-        assert b"Redis does not answer" not in browser.get("/").body
+        assert "Redis does not answer" not in shown(browser, "/", '<a href="/models/Echo">')
         os.kill(stack.server.pid, signal.SIGSTOP)
         try:
             page = wait_until(
