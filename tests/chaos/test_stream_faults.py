@@ -17,9 +17,9 @@ import carpool
 import carpool_worker
 from carpool.keys import Keys
 from support.models.stepping import text_of
-from support.stack import Service, Stack, frozen, frozen_with_batch
+from support.stack import Service, Stack, envelope, frozen, frozen_with_batch
 from support.stream_load import StreamChecker, StreamLoad
-from support.waiting import Stopwatch, wait_until
+from support.waiting import Stopwatch, ample_ms, wait_until
 
 pytestmark = pytest.mark.chaos
 
@@ -83,6 +83,16 @@ def wait_for_chunks(stack: Stack, name: str, count: int, model: str = "Chain") -
     )
 
 
+def wait_for_more_chunks(stack: Stack, name: str, more: int) -> None:
+    """Wait until so many more chunks of a request are written, or it has ended, without reading them."""
+    key = KEYS.result(name)
+    count = stack.redis.llen(key) + more
+    wait_until(
+        lambda: stack.redis.llen(key) >= count or envelope(stack.redis.lindex(key, -1))["final"],
+        description=f"{count} chunks of {name} are written",
+    )
+
+
 def wait_for_process(service: Service, deaths: int) -> None:
     """Wait until the model process was replaced this many times."""
     wait_until(
@@ -137,11 +147,12 @@ def test_request_outlives_any_number_of_deaths_that_it_did_not_cause(stack: Stac
     names = [f"r{number}" for number in range(3)]
     for name in names:
         send(stack, name, length=30, step_s=0.04, stream=int(name != "r2"))
+    wait_for_chunks(stack, "r0", 1)
     for deaths in range(1, 4):
-        wait_for_chunks(stack, "r0", stack.redis.llen(KEYS.result("r0")) + 2)
+        wait_for_more_chunks(stack, "r0", 2)
         os.kill(service.children()[0], signal.SIGKILL)
         wait_for_process(service, deaths)
-    wait_for_chunks(stack, "r0", stack.redis.llen(KEYS.result("r0")) + 2)
+    wait_for_more_chunks(stack, "r0", 2)
     service.kill()
     worker(stack)
     for name in names:
@@ -298,9 +309,17 @@ def test_requests_expire_in_each_state(stack: Stack) -> None:
     while no worker has it."""
     (service,) = serve(stack)
     stack.configure("Chain", max_batch_size="1")
-    send(stack, "generated", length=10**9, step_s=0.002, expiration=1500)
+    stopwatch = Stopwatch()
+    send(stack, "first", length=1)
+    read_all(stack, "first")
+    expiration_ms = ample_ms(stopwatch, 1500)  # enough for the first chunk, also on a busy machine
+    sent = [("generated", 10**9, expiration_ms), ("waiting", 5, expiration_ms // 2)]
+    requests = [
+        {"correlation_id": name, "body": json.dumps({"length": length, "step_s": 0.002}), "expiration": ms}
+        for name, length, ms in sent
+    ]
+    stack.send_packed("Chain", requests, stream=1)  # together, so that the one expires behind the other
     wait_for_chunks(stack, "generated", 1)
-    send(stack, "waiting", length=5, expiration=700)
     *chunks, final = read_all(stack, "generated")
     assert final["status"] == "DEADLINE_EXCEEDED"
     assert "".join(each["body"] for each in chunks) == text_of("generated", len(chunks))
@@ -447,12 +466,13 @@ def test_batches_for_a_model_that_does_not_step_are_answered(stack: Stack) -> No
     """Given a batch of four and one of one for a worker that is frozen, when a stepping model registers under
     its name and takes them, expect an answer to each request."""
     stack.batcher()
-    echo = worker(stack, LEASE, "Chain=plain.py:Echo")
+    echo = worker(stack, LONG_LEASE, "Chain=plain.py:Echo")
     stack.wait_for_model("Chain")
     with frozen(echo):
         bodies = [{"correlation_id": f"r{number}", "body": json.dumps({"length": 3})} for number in range(4)]
         stack.send_packed("Chain", bodies)
         wait_until(lambda: stack.redis.xlen(KEYS.batches) > 0, description="they are dispatched")
+        stack.expire_lease("Chain", echo)
         worker(stack, LEASE)
         send(stack, "after", length=3)
         assert read_all(stack, "after")[-1]["body"] == text_of("after", 3)

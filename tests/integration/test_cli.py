@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import pytest
 
@@ -297,7 +297,9 @@ def test_without_redis_the_url_and_the_remedy_are_named(arguments: list[str]) ->
 
 
 def test_models_are_listed_as_a_table_and_as_json(square: Up) -> None:
-    wait_until(lambda: "eager" in carpool(square.url, "models").stdout, description="policies are reported")
+    wait_until(
+        lambda: carpool(square.url, "models").stdout.count("eager") == 2, description="policies are reported"
+    )
     head, *rows = carpool(square.url, "models").stdout.splitlines()
     assert head.split()[:2] == ["model", "waiting"]
     assert [row.split() for row in rows[:2]] == [
@@ -316,11 +318,22 @@ def test_models_shows_waiting_requests(tmp_path: Path) -> None:
         assert "no model is registered" in carpool(server.url, "models").stdout
         with up(tmp_path, "square", more={"CARPOOL_REDIS_URL": server.url}) as started:
             assert started.end() == 0
-        abandoned = carpool(server.url, "infer", "square", "7", "--timeout", "0.2")
+
+        def state() -> Any:
+            (row,) = json.loads(carpool(server.url, "models", "--json").stdout)
+            return row
+
+        def abandon() -> Done | None:
+            """A request that times out; None if it did before it was sent."""
+            done = carpool(server.url, "infer", "square", "7", "--timeout", "0.2")
+            return done if state()["waiting_entries"] else None
+
+        abandoned = wait_until(abandon, description="a request is sent before its time is over")
+        assert abandoned is not None
         assert (abandoned.returncode, "carpool models" in abandoned.stderr) == (1, True)
-        (row,) = json.loads(carpool(server.url, "models", "--json").stdout)
+        row = state()
         assert (row["waiting_entries"], row["workers"], row["batcher"]) == (1, 0, False)
-        assert row["oldest_ms"] >= 200
+        wait_until(lambda: state()["oldest_ms"] >= 200, description="it has waited for as long")
 
 
 def test_printed_commands_work(square: Up) -> None:

@@ -244,7 +244,7 @@ def test_it_is_executed_again_once_its_result_is_kept_no_longer(client: Client, 
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept_ms"), [(None, 60_000), (0.5, 500), (7200, 7_200_000), (30 * 86_400, 7 * 86_400_000)]
+    ("asked", "kept_ms"), [(None, 60_000), (20, 20_000), (7200, 7_200_000), (30 * 86_400, 7 * 86_400_000)]
 )
 def test_how_long_a_result_is_kept(client: Client, shared: Stack, asked: float | None, kept_ms: int) -> None:
     """As long as was asked for, or the model's setting says; at most as long as another one allows."""
@@ -455,8 +455,13 @@ def test_a_script_that_redis_lost_is_waited_for(tmp_path: Path) -> None:
             assert client.result(client.enqueue("Echo", 1), 30) == 1
         stack.active_batcher("Echo").kill()
         stack.redis.script_flush()
-        with (
-            Client(stack.url, timeout=0.5) as client,
-            pytest.raises(UnavailableError, match="no batcher has loaded the script keep"),
-        ):
-            client.enqueue("Echo", 1)
+
+        def complaint() -> str:
+            with pytest.raises(UnavailableError) as raised, Client(stack.url, timeout=0.5) as client:
+                client.enqueue("Echo", 1)
+            return str(raised.value)
+
+        wait_until(
+            lambda: "no batcher has loaded the script keep" in complaint(),  # else Redis was not in time
+            description="the error says that the script is missing",
+        )

@@ -16,7 +16,7 @@ import pytest
 
 from carpool.keys import Keys
 from support.http import Connection, call, request
-from support.stack import Service, Stack, fixed_keys
+from support.stack import Service, Stack, fixed_keys, frozen
 from support.waiting import wait_until
 
 ECHO: Final = "/carpool/v1/models/Echo/infer"
@@ -138,10 +138,12 @@ def test_while_answers_are_written(gateway: Service, shared: Stack) -> None:
 
 
 def test_more_than_the_queue_takes_is_refused_and_nothing_lost(gateway: Service, shared: Stack) -> None:
-    """Expect a result or a 429 for each request, and nothing else."""
+    """Given a worker that stands still until the queue is full, expect a result or a 429 for each request,
+    and nothing else."""
     shared.configure("Busy", max_queue_size=str(QUEUE_SIZE))
     host, port = gateway.url.removeprefix("http://").split(":")
     codes: Counter[int] = Counter()
+    worker = shared.served_by("Busy")
 
     async def flood(client: int) -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -153,6 +155,7 @@ def test_more_than_the_queue_takes_is_refused_and_nothing_lost(gateway: Service,
             code = int(head.split(" ")[1])
             codes[code] += 1
             if code == 429:
+                worker.thaw()
                 assert (headers["retry-after"], content["status"]) == ("1", "RESOURCE_EXHAUSTED")
             else:
                 assert (code, len(content)) == (200, 32), content
@@ -161,7 +164,8 @@ def test_more_than_the_queue_takes_is_refused_and_nothing_lost(gateway: Service,
     async def flood_together() -> None:
         await asyncio.gather(*map(flood, range(FLOODING_CLIENTS)))
 
-    asyncio.run(flood_together())
+    with frozen(worker):
+        asyncio.run(flood_together())
     assert codes.total() == FLOODING_CLIENTS * REQUESTS_OF_EACH
     assert codes.keys() == {200, 429}, "some are served, and some refused"
     shared.wait_until_idle("Busy")

@@ -13,6 +13,7 @@ import pytest
 
 from carpool_cli.local.embedded import EmbeddedRedis
 from support.streaming import StreamingService, chunk, failure, final
+from support.waiting import wait_until
 
 MODEL: Final = "Writer"
 RUN_S: Final = 60.0
@@ -106,7 +107,12 @@ def test_error_in_mid_stream_is_printed_after_the_chunks(infer: Any, service: St
 
 
 def test_timeout_is_for_the_whole_answer(infer: Any, service: StreamingService) -> None:
-    process = infer("Once", "--timeout", "0.3")
+    def ask() -> Any:
+        process = infer("Once", "--timeout", "0.3")
+        wait_until(lambda: service.read() or process.poll() is not None, description="it is sent or too late")
+        return process if service.read() else None
+
+    process = wait_until(ask, description="a request is sent before its time is over")
     (request,) = service.take()
     service.write(request, chunk(request, 0, b'"Once"'))
     status, stdout, stderr = outcome(process)

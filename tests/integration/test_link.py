@@ -11,6 +11,7 @@ import pytest
 from carpool.store.connection import CommandError, Link, LinkError, Script
 from carpool.store.redis_socket import RedisSocket, pack
 from carpool_cli.local.embedded import EmbeddedRedis
+from support.waiting import EVENTUALLY_S
 
 LARGE = 16 * 1024
 
@@ -23,7 +24,7 @@ def server() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def link(server: EmbeddedRedis) -> Iterator[Link]:
-    link = Link(server.url, name="link", timeout_s=5.0)
+    link = Link(server.url, name="link", timeout_s=EVENTUALLY_S)
     link.call("FLUSHALL")
     yield link
     link.close()
@@ -120,9 +121,11 @@ def test_script_is_run_by_source_if_redis_does_not_know_it(link: Link) -> None:
 
 
 def test_late_reply_is_an_error_and_the_next_call_connects_again(server: EmbeddedRedis) -> None:
-    link = Link(server.url, name="impatient", timeout_s=0.05)
+    link = Link(server.url, name="impatient")
+    link._timeout_s = 0.05
     with pytest.raises(LinkError, match="no answer in time"):
         link.call("BLPOP", "empty", 0)
+    link._timeout_s = EVENTUALLY_S
     assert link.call("ECHO", "a") == b"a"
     link.close()
 
@@ -132,7 +135,7 @@ def test_closed_connection_is_readable_and_an_error_once(link: Link, server: Emb
     link.send("BLPOP", "empty", 0)
     assert not link.readable(0.0)
     other.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-    assert link.readable(5.0)
+    assert link.readable(EVENTUALLY_S)
     with pytest.raises(LinkError, match="connection closed by server"):
         link.receive()
     with pytest.raises(LinkError, match="connection closed"):

@@ -18,7 +18,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from support.batcher_loop import BatcherLoop
 from support.operators import TESTER
 from support.redis_client import redis_at
-from support.stack import Stack
+from support.stack import Service, Stack
 from support.waiting import wait_until
 
 LEASE_MS: Final = 600_000
@@ -216,10 +216,14 @@ def test_batcher_that_stops_gives_all_leases_back(stack: Stack) -> None:
     first = stack.batcher()
     for name in names:
         WorkerStore(link, Keys(name)).register(ModelSettings().as_text())
-    wait_until(lambda: len(first.events("batcher active")) == 20, description="it is active for all")
+
+    def is_active(batcher: Service) -> bool:
+        return {event["model"] for event in batcher.events("batcher active")} == {*names}
+
+    wait_until(lambda: is_active(first), description="it is active for all")
     second = stack.batcher()
     assert first.terminate() == 0
-    wait_until(
-        lambda: len(second.events("batcher active")) == 20, description="the other one is", timeout_s=1.5
-    )
+    holders = [(stack.redis.get(Keys(name).batcher) or b"").decode() for name in names]
+    assert not [holder for holder in holders if f"-{first.pid}-" in holder], "no lease remains"
+    wait_until(lambda: is_active(second), description="the other one is")
     link.close()

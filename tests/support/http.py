@@ -115,7 +115,10 @@ class Connection:
     def is_closed(self) -> bool:
         """Whether the server has closed the connection, and nothing is left to read."""
         readable, _, _ = select.select([self.socket], [], [], 0)
-        return bool(readable) and not self._buffer and not self.socket.recv(1, socket.MSG_PEEK)
+        try:
+            return bool(readable) and not self._buffer and not self.socket.recv(1, socket.MSG_PEEK)
+        except ConnectionResetError:  # what was sent came after the end
+            return True
 
     def until(self, end: bytes) -> bytes:
         """All that was received and not returned, as soon as this is in it."""
