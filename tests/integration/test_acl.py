@@ -457,7 +457,7 @@ def test_worker_takes_over_from_one_that_died(no_denials: Secured, gate: Path) -
         first.kill()
         no_denials.stack.expire_lease("Hashing", first)
         second = no_denials.stack.worker(spec, *lease)
-        assert len({future.result(30) for future in futures}) == 8
+        assert len({future.result(EVENTUALLY_S) for future in futures}) == 8
         no_denials.stack.wait_until_idle("Hashing")
         wait_until(
             lambda: len(no_denials.stack.live_workers("Hashing")) == 1, description="only the second is left"

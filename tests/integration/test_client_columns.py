@@ -26,7 +26,7 @@ from carpool_cli.local.embedded import EmbeddedRedis
 from support.echo import EchoService, read_entry
 from support.planting import must_show
 from support.transport import transport_of
-from support.waiting import Stopwatch, wait_until
+from support.waiting import EVENTUALLY_S, Stopwatch, wait_until
 
 MODEL: Final = "Echo"
 TIMEOUT_S: Final = 240.0  # below the limit of a test: only what is lost waits for it
@@ -440,7 +440,7 @@ def test_blocking_client_has_infer_many(
         assert same(client.infer_many(MODEL, array), array)
         assert client.infer_many(MODEL, iter("abc")) == ["a", "b", "c"]
         futures = [client.submit(MODEL, number) for number in range(100)]
-        assert [future.result(10) for future in futures] == [*range(100)]
+        assert [future.result(EVENTUALLY_S) for future in futures] == [*range(100)]
         assert list(client.map(MODEL, range(100))) == [*range(100)]
         with pytest.raises(TypeError, match="no such option"):
             client.infer(MODEL, 1, colour="red")  # type: ignore[call-arg]

@@ -533,7 +533,7 @@ def test_thread_sends_the_requests_of_a_sequence(
     assert numbers(requests) == ["1", "2", "3"]
     assert service.ended == []
     answer(service, *requests)
-    assert using.result(15) == ["a", 0, 1, 2]
+    assert using.result(EVENTUALLY_S) == ["a", 0, 1, 2]
     assert service.wait_for_end() == ["mic7"]
 
 
@@ -546,7 +546,7 @@ def test_threads_share_a_sequence(
         assert sorted(int(words.split()[0]) for words in numbers(requests)) == list(range(40))
         assert all(int(one.split()[0]) < int(two.split()[0]) for one, two in pairwise(numbers(requests)))
         answer(service, *requests)
-        assert [future.result(15) for future in futures] == list(range(40))
+        assert [future.result(EVENTUALLY_S) for future in futures] == list(range(40))
 
 
 def test_errors_reach_the_thread(blocking: Client, service: StreamingService) -> None:
@@ -557,7 +557,7 @@ def test_errors_reach_the_thread(blocking: Client, service: StreamingService) ->
         (request,) = service.take()
         service.write(request, failure(request, "INTERNAL", "it raised"))
         with pytest.raises(InternalError):
-            failing.result(15)
+            failing.result(EVENTUALLY_S)
         with pytest.raises(AbortedError, match="its request 0 failed"):
             sequence.infer("b")
         with pytest.raises(InvalidArgumentError, match="sequence_end: the sequence sets"):
@@ -567,7 +567,7 @@ def test_errors_reach_the_thread(blocking: Client, service: StreamingService) ->
         (request,) = service.take()
         assert numbers([request]) == ["0 start end"]
         answer(service, request)
-        assert again.result(15) == "c"
+        assert again.result(EVENTUALLY_S) == "c"
     with pytest.raises(AbortedError, match="its block was left"):
         sequence.infer("d")
     with pytest.raises(NotFoundError), blocking.sequence("Nobody"):
@@ -609,4 +609,4 @@ def test_a_body_of_a_sequence_is_sent_as_it_is_at_the_call(
             buffer[:] = number
             futures.append(sequence.submit(buffer))
         answer(service, *service.take(5))
-        assert [future.result(10)[0] for future in futures] == [0, 1, 2, 3, 4]
+        assert [future.result(EVENTUALLY_S)[0] for future in futures] == [0, 1, 2, 3, 4]

@@ -449,7 +449,7 @@ async def test_map_sends_again(client: AsyncClient, stack: Stack, gate: Path, tm
 
 def test_blocking_client_sends_again(blocking: Client, tmp_path: Path) -> None:
     assert blocking.infer("Unsteady", [str(tmp_path / "a"), 1], retries=1) == 2
-    assert blocking.submit("Unsteady", [str(tmp_path / "b"), 1], retries=1).result(15) == 2
+    assert blocking.submit("Unsteady", [str(tmp_path / "b"), 1], retries=1).result(EVENTUALLY_S) == 2
     bodies = [[str(tmp_path / name), 1] for name in "cde"]
     assert list(blocking.map("Unsteady", bodies, in_flight=2, retries=1)) == [2, 2, 2]
     for call in (blocking.infer_many, blocking.stream):
@@ -494,7 +494,7 @@ async def test_user_who_may_not_read_results_is_told_so(stack: Stack) -> None:
 def test_blocking_client_has_all_calls(blocking: Client) -> None:
     assert blocking.infer("square", 7) == 49
     assert blocking.request("square", 8).value == 64
-    assert [future.result(10) for future in [blocking.submit("square", n) for n in range(50)]] == [
+    assert [future.result(EVENTUALLY_S) for future in [blocking.submit("square", n) for n in range(50)]] == [
         n * n for n in range(50)
     ]
     assert list(blocking.map("square", range(300), in_flight=16)) == [n * n for n in range(300)]
@@ -521,7 +521,7 @@ def test_a_body_is_sent_as_it_is_at_the_call(blocking: Client) -> None:
     expected = list(range(20))
     for retries in ({}, {"retries": 1}):
         futures = [blocking.submit("Echo", body, **retries) for body in reused()]  # type: ignore[arg-type]
-        assert numbers_of(future.result(10) for future in futures) == expected
+        assert numbers_of(future.result(EVENTUALLY_S) for future in futures) == expected
     assert numbers_of(blocking.map("Echo", reused())) == expected
     assert numbers_of(blocking.infer_many("Echo", reused())) == expected
     streams = [blocking.stream("Echo", body) for body in reused()]
@@ -602,7 +602,7 @@ def test_future_of_the_blocking_client_can_be_cancelled_and_times_out(
         blocking.infer("Single", 1, timeout=0.1)
     gate.touch()
     for blocker in blockers:
-        blocker.result(10)
+        blocker.result(EVENTUALLY_S)
 
 
 def test_async_client_says_that_its_event_loop_is_another(stack: Stack) -> None:
@@ -640,7 +640,12 @@ def test_a_client_that_was_made_before_a_fork_serves_parent_and_child(blocking: 
     stream, sequence = blocking.stream("Single", "streamed"), blocking.sequence("Single")
 
     def work() -> list[Any]:
-        waits = (parents.result, lambda: parents.result(20), parents.exception, lambda: next(stream))
+        waits = (
+            parents.result,
+            lambda: parents.result(EVENTUALLY_S),
+            parents.exception,
+            lambda: next(stream),
+        )
         uses = (sequence.__enter__, lambda: sequence.infer(1), sequence.restart)
         errors = [*map(raised_by, waits), *map(raised_by, uses)]
         stream.close()
@@ -657,7 +662,7 @@ def test_a_client_that_was_made_before_a_fork_serves_parent_and_child(blocking: 
     assert all(error.startswith("RuntimeError sequence py-") and forked in error for error in errors[5:])
     # And the parent's request is served, and so is the next
     gate.touch()
-    assert parents.result(10) == blocking_body(gate)
+    assert parents.result(EVENTUALLY_S) == blocking_body(gate)
     assert list(stream) == ["streamed"]
     assert blocking.infer("square", 7) == 49
 
@@ -746,7 +751,7 @@ def test_an_async_client_that_was_connected_before_a_fork_is_the_parents(stack: 
 def test_closed_blocking_client_is_unavailable(stack: Stack) -> None:
     with Client(stack.url) as client:
         pending = client.submit("square", 2)
-        assert pending.result(10) == 4
+        assert pending.result(EVENTUALLY_S) == 4
     client.close()
     with pytest.raises(UnavailableError, match="closed"):
         client.infer("square", 1)
@@ -823,4 +828,4 @@ def test_body_is_sent_as_json_if_the_content_type_says_so(blocking: Client, stac
     ((_, fields),) = stack.redis.xrange(keys.requests)
     assert (fields[b"content_type"], json.loads(fields[b"body"])) == (b"application/json", {"a": 1})
     gate.touch()
-    assert [submitted.result(10) for submitted in (*blockers, future)][2] == {"a": 1}
+    assert [submitted.result(EVENTUALLY_S) for submitted in (*blockers, future)][2] == {"a": 1}

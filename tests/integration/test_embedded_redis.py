@@ -21,7 +21,7 @@ from carpool.store.server_version import ServerVersion, of_hello, of_info
 from carpool_cli.local import embedded
 from carpool_cli.local.embedded import EmbeddedRedis, EmbeddedRedisError, find_servers
 from support.redis_client import redis_at
-from support.waiting import growing_s, wait_until
+from support.waiting import EVENTUALLY_S, growing_s, wait_until
 
 PARENT = """
 import threading
@@ -306,7 +306,7 @@ def test_server_ends_with_a_killed_parent_and_the_next_one_removes_its_data(
 def test_ctrl_c_stops_the_server_and_removes_its_data(temporary_directory: Path) -> None:
     parent, port = start_parent()
     os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
-    parent.wait(10)
+    parent.wait(EVENTUALLY_S)
     assert not answers(port)
     assert list(temporary_directory.iterdir()) == []
 

@@ -23,7 +23,7 @@ from carpool_gateway.limits import BodyMemory, Limits, inflate
 from carpool_gateway.server import DRAIN_IDLE_S, LINGER_S, Server
 from carpool_gateway.websocket import WebSocket, accept
 from support.http import Answer, Connection, call, request
-from support.waiting import Stopwatch, wait_until
+from support.waiting import EVENTUALLY_S, Stopwatch, wait_until
 from support.websocket import BINARY, PING, PONG, TEXT, Socket, frame, handshake
 
 LIMIT_S = 30.0
@@ -134,7 +134,7 @@ class Running:
         self.url = f"http://127.0.0.1:{self.call(self.server.listen('127.0.0.1', 0))}"
 
     def call(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(EVENTUALLY_S)
 
     def pass_time(self, seconds: float = PASSED_S) -> None:
         """Let this time pass for the server; return once it has looked at its deadlines."""
@@ -542,7 +542,7 @@ def test_draining_answers_what_has_begun(monkeypatch: pytest.MonkeyPatch) -> Non
             assert idle.rest() == b"", "an idle connection ends"
             server.answer(server.app.waiting[0], b"at last")
             assert busy.answer().body == b"at last"
-            assert draining.result(20)
+            assert draining.result(EVENTUALLY_S)
         with pytest.raises(ConnectionRefusedError):
             Connection(server.url)
 
@@ -571,7 +571,7 @@ def test_draining_resets_no_connection(capsys: pytest.CaptureFixture[str]) -> No
         wait_until(lambda: all(answered), description="all have answers")
         assert server.call(server.server.drain(10))
         for client in clients:
-            client.join(20)
+            client.join(EVENTUALLY_S)
     if failed and "connections that are opened now may be reset" in capsys.readouterr().out:
         pytest.skip("Linux refuses a filter of sockets here")
     assert not failed

@@ -24,7 +24,7 @@ from integration.test_first_model import blocks
 from support.http import Answer, Connection, call, request
 from support.models.speaking import piece_of, text_of
 from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -470,4 +470,4 @@ def test_a_gateway_that_drains_writes_its_streams_to_their_ends(shared: Stack) -
     events = events_of(parts)
     assert text_in(events) == text_of(prompt, 80)
     assert events[-1] == "[DONE]"
-    assert gateway.process.wait(30) == 0
+    assert gateway.process.wait(EVENTUALLY_S) == 0

@@ -13,7 +13,7 @@ import pytest
 from carpool.client.sync import Client
 from support.command import carpool
 from support.stack import Service, Stack
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 MODELS: Final = """
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_one_class_with_different_parameters_is_two_models(stack: Stack, folder:
         "the parameter times (--param) is 'many': must be a valid integer. "
         "Classifier takes weights: Path, token: str = '', times: int = 1"
     )
-    assert wrong.process.wait(10) == 1
+    assert wrong.process.wait(EVENTUALLY_S) == 1
     assert [service.terminate() for service in (small, large)] == [0, 0]
     for log in (small.log, large.log, wrong.log):
         assert SECRET not in log.read_text()
@@ -130,7 +130,7 @@ def test_worker_of_a_file_is_a_process_for_each_model(stack: Stack, folder: Path
     worker = start(stack, folder)
     first, second = worker.children()
     os.kill(first, signal.SIGKILL)
-    assert worker.process.wait(30) == 1
+    assert worker.process.wait(EVENTUALLY_S) == 1
     (ended,) = worker.events("worker of a model ended, stopping the others")
     assert ended["status"] == -signal.SIGKILL
     wait_until(lambda: not Path(f"/proc/{second}").exists(), description="the other one has ended")

@@ -659,7 +659,7 @@ def test_each_thread_has_its_own_stream(
     for index in range(20):
         service.write(requests[0], *(chunk(request, index, request.body) for request in requests))
     service.write(requests[0], *(final(request, request.body, index=20) for request in requests))
-    assert [reader.result(15) for reader in readers] == [[str(at)] * 20 for at in range(8)]
+    assert [reader.result(EVENTUALLY_S) for reader in readers] == [[str(at)] * 20 for at in range(8)]
 
 
 def test_error_in_mid_stream_reaches_the_thread(blocking: Client, service: StreamingService) -> None:
@@ -686,7 +686,7 @@ def test_leaving_a_loop_withdraws_the_request(
     reader = pool.submit(read_one)
     (request,) = service.take()
     service.write(request, chunk(request, 0, pack("a")))
-    reader.result(15)
+    reader.result(EVENTUALLY_S)
     service.wait_for_withdrawal(request.correlation_id)
 
 
@@ -711,7 +711,7 @@ def test_closing_a_stream_ends_it_for_a_thread_that_waits(
         (request,) = service.take()
         readers = [pool.submit(list, stream) for _ in range(2)]
         service.write(request, chunk(request, 0, pack("a")))
-    assert sorted(reader.result(15) for reader in readers) in ([[], ["a"]], [[], []])
+    assert sorted(reader.result(EVENTUALLY_S) for reader in readers) in ([[], ["a"]], [[], []])
     service.wait_for_withdrawal(request.correlation_id)
 
 
@@ -736,7 +736,7 @@ def test_closing_the_client_ends_the_streams_of_threads(
     reader = pool.submit(list, stream)
     client.close()
     with pytest.raises(UnavailableError, match="client was closed"):
-        reader.result(15)
+        reader.result(EVENTUALLY_S)
     del dropped  # its event loop is closed
     with pytest.raises(UnavailableError, match="this client is closed"):
         client.stream(MODEL, "x")

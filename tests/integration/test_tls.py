@@ -406,7 +406,7 @@ def test_up_with_a_socket_never_shows_the_password(server: Path, tmp_path: Path)
                 assert secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
         finally:
             up.terminate()
-            assert up.wait(30) == 0
+            assert up.wait(EVENTUALLY_S) == 0
     for text in (out.read_text(), err.read_text()):
         assert "s3cret" not in text
 

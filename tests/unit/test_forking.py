@@ -18,7 +18,7 @@ import pytest
 import carpool
 from carpool.lifecycle import command_that_dies_with_parent
 from support.forking import ForkedProcess, ForkServer, Template, forked_children
-from support.waiting import wait_until
+from support.waiting import EVENTUALLY_S, wait_until
 
 # A service that tells what it was given, then does what its first argument says.
 PROGRAM: Final = textwrap.dedent(
@@ -84,7 +84,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield run
     for process in started:
         process.kill()
-        process.wait(10)
+        process.wait(EVENTUALLY_S)
 
 
 def told(tmp_path: Path) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def told(tmp_path: Path) -> dict[str, Any]:
 
 def test_a_service_gets_what_a_new_interpreter_would(start: Start, tmp_path: Path) -> None:
     process = start("end", "0", SOME="value")
-    assert process.wait(10) == 0
+    assert process.wait(EVENTUALLY_S) == 0
     assert told(tmp_path) == {
         "argv": ["end", "0"],
         "sys_argv": ["end", "0"],
@@ -130,7 +130,7 @@ def test_packages_of_carpool_may_be_replaced(tmp_path: Path) -> None:
         process = server.start(
             "carpool_batcher", [], tmp_path, environment, written, written, packages=copied.parent
         )
-        assert process.wait(10) == 1
+        assert process.wait(EVENTUALLY_S) == 1
     assert "customized" in output.read_text()
     assert "RuntimeError: replaced" in output.read_text()
 
@@ -147,7 +147,7 @@ def test_what_this_process_starts_is_forked_as_its_child(start: Start, tmp_path:
     assert (found["argv"], found["environment"], found["descriptors"]) == (["wait", "0"], {"A": "b"}, 3)
     assert process.poll() is None
     process.terminate()
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(EVENTUALLY_S) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(("argv", "status"), [(("end", "0"), 0), (("end", "7"), 7), (("raise", "0"), 1)])
@@ -155,12 +155,12 @@ def test_the_exit_status_is_that_of_the_service(
     start: Start, tmp_path: Path, argv: tuple[str, ...], status: int
 ) -> None:
     process = start(*argv)
-    assert process.wait(10) == status == process.poll() == process.returncode
+    assert process.wait(EVENTUALLY_S) == status == process.poll() == process.returncode
     assert ("ValueError: an error of the service" in (tmp_path / "output").read_text()) == (status == 1)
 
 
 def test_threads_and_exit_functions_are_waited_for(start: Start, tmp_path: Path) -> None:
-    assert start("end later", "0").wait(10) == 0
+    assert start("end later", "0").wait(EVENTUALLY_S) == 0
     assert (tmp_path / "output").read_text().splitlines()[1:] == ["a thread that is waited for", "at exit"]
 
 
@@ -171,13 +171,13 @@ def test_signals_reach_it_and_are_its_status(start: Start, tmp_path: Path) -> No
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
     process.terminate()
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(EVENTUALLY_S) == -signal.SIGTERM
 
 
 def test_a_pid_is_not_given_to_another_before_the_status_was_read(start: Start) -> None:
     process = start("end", "3")
     wait_until(lambda: _state(process.pid) == "Z", description="the process has ended")
-    assert process.wait(10) == process.poll() == 3
+    assert process.wait(EVENTUALLY_S) == process.poll() == 3
     wait_until(lambda: _state(process.pid) is None, description="its pid is given up")
     process.kill()  # is no longer sent
 
@@ -185,7 +185,7 @@ def test_a_pid_is_not_given_to_another_before_the_status_was_read(start: Start) 
 def test_what_a_service_starts_is_forked_as_its_child(start: Start, tmp_path: Path) -> None:
     """By the process that waits for what is started first, then by the starter."""
     process = start("start", A="b")
-    assert process.wait(10) == 0, (tmp_path / "output").read_text()
+    assert process.wait(EVENTUALLY_S) == 0, (tmp_path / "output").read_text()
     children = [json.loads(line) for line in (tmp_path / "output").read_text().splitlines()]
     assert [child["argv"] for child in children] == [["end", ending] for ending in "012"]
     assert len({process.pid, *(child["pid"] for child in children)}) == 4
