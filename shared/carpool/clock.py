@@ -22,8 +22,8 @@ class RedisClock:
     contradicts them, Redis's clock was set, or another server answers, and the reply alone counts.
     (Marzullo's algorithm for one source: intervals are intersected.)
 
-    Whatever else Redis gave a time says how far its clock is at least: with `reached`, nothing that this
-    process has seen is in its future.
+    Other times that this process sees, such as those in IDs, also say how late it is at least. With
+    `reached`, nothing that was seen is in the future.
     """
 
     def __init__(self) -> None:
