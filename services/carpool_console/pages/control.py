@@ -97,8 +97,8 @@ def _pause(request: Request) -> Response:
 def _resume(request: Request) -> Response:
     keys = keys_of(request)
     with console_of(request).link(keys.paused) as link:
+        waiting = link.call("XLEN", keys.requests)  # before: soon they wait no more
         before = Operations(link, keys.prefix, actor_of(request)).resume(keys.model)
-        waiting = link.call("XLEN", keys.requests)
     if before is None:
         return done(request, f"{keys.model} was not paused, so nothing was changed.", _page(keys))
     entries = plural(waiting, "entry") if waiting == 1 else f"{waiting:,} entries"
