@@ -448,12 +448,12 @@ class Worker:
         """Take no new batches, finish what is in hand, stop. Returns whether all was committed in time."""
         self._draining = True
         until_s = time.monotonic() + within_s
+        self._take_the_last()
         for replica in self._replicas:
             replica.drain()
         if self._heartbeats:
             self._heartbeat.drain()
         self._leave([replica for replica in self._replicas if replica.may_leave])
-        self._tell_that_it_drains()
         started = self._replicas[: len(self._replica_loops)]
         drained = [replica.wait_until_drained(max(0.1, until_s - time.monotonic())) for replica in started]
         clean = all(drained)
@@ -478,12 +478,15 @@ class Worker:
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 
-    def _tell_that_it_drains(self) -> None:
-        """None of them is to get another batch. If they are the last of their model, they take what was
-        dispatched before the batcher knew: it would wait for the next worker."""
+    def _take_the_last(self) -> None:
+        """Tell the batcher that no replica is to get another batch. If they are the last of their model, they
+        take what was dispatched before it knew: it would wait for the next worker. So none of them may end
+        before that is known, although it fetches nothing more and has nothing in hand."""
         replicas = [
             one for one in self._replicas if not isinstance(one, BoundReplica)
         ]  # they tell it themselves
+        for replica in replicas:
+            replica.begin_drain()
         others = 1
         for replica in replicas:
             with contextlib.suppress(UnavailableError, CommandError):

@@ -13,6 +13,9 @@ from carpool.store.batcher import BatcherStore, ProcessLeftError
 from carpool.store.connection import Link
 from carpool.store.worker import WorkerStore
 from carpool.wire.requests import decode_entry
+from carpool_cli.local.embedded import EmbeddedRedis
+from support.http import call
+from support.proxy import Proxy
 from support.stack import Service, Stack
 from support.waiting import EVENTUALLY_S, wait_until
 from support.wire import DEFAULTS
@@ -82,6 +85,34 @@ def test_drain_goes_on_while_redis_refuses_writes(stack: Stack, tmp_path: Path) 
 
     assert stack.result("Echo", held)["status"] == "OK"
     assert draining.process.wait(EVENTUALLY_S) == 0
+
+
+def test_last_worker_takes_what_was_dispatched_before_it_could_tell_that_it_drains(
+    tmp_path: Path, gate: Path
+) -> None:
+    """Given a worker that has nothing in hand any more before Redis knows that it drains, expect that it does
+    not end before the batch that was dispatched ahead of it, which would wait for the next worker."""
+    server = EmbeddedRedis()
+    with Proxy(server.port) as proxy:
+        environment = {"worker": {"CARPOOL_REDIS_URL": proxy.url}}
+        with Stack(tmp_path / "stack", server=server, environment=environment) as stack:
+            stack.batcher()
+            worker = stack.worker("plain.py:Echo", "--http-port", "0")
+            held = hold(stack, gate)
+            ahead = [f"ahead-{number}" for number in range(16)]  # a full batch
+            stack.send_packed("Echo", [{"correlation_id": name, "body": b"1"} for name in ahead])
+            wait_until(
+                lambda: stack.redis.xlen(Keys("Echo").batches) == 2, description="another is dispatched ahead"
+            )
+            assert proxy.silence(stack.redis, lambda name: name.endswith(":control")) == 1
+            worker.signal(signal.SIGTERM)
+            wait_until(lambda: call(worker.status_url, "GET", "/readyz").code == 503, description="it drains")
+            gate.touch()
+            assert stack.result("Echo", held)["status"] == "OK"
+            proxy.resume()
+
+            assert worker.process.wait(EVENTUALLY_S) == 0
+            assert [stack.result("Echo", name)["body"] for name in ahead] == [1] * 16
 
 
 def test_nothing_is_dispatched_while_all_processes_drain(stack: Stack) -> None:

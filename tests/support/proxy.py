@@ -120,7 +120,8 @@ class Proxy:
         return self._random.uniform(*self.latency_s)
 
     def silence(self, redis: Any, is_meant: Callable[[str], bool]) -> int:
-        """From now on connections with such a name carry nothing, though they stay open. Returns how many."""
+        """Until `resume`, connections with such a name carry nothing, though they stay open. Returns how
+        many."""
         names: dict[str, str] = {client["addr"]: client["name"] for client in redis.client_list()}
         meant = [at for at in self._connections if is_meant(names.get(at.address, ""))]
         for connection in meant:
@@ -140,11 +141,15 @@ class Proxy:
         try:
             yield
         finally:
-            with self._lock:
-                self._held = set()
-                for connection in self._connections:
-                    for way in connection.ways.values():
-                        way.may_carry.set()
+            self.resume()
+
+    def resume(self) -> None:
+        """All connections carry everything again, and what was held back."""
+        with self._lock:
+            self._held = set()
+            for connection in self._connections:
+                for way in connection.ways.values():
+                    way.may_carry.set()
 
     def cut(self) -> None:
         """Close each connection that is open now in the middle of the next reply that it carries."""
