@@ -84,7 +84,8 @@ def wait_for_chunks(stack: Stack, name: str, count: int, model: str = "Chain") -
 
 
 def wait_for_more_chunks(stack: Stack, name: str, more: int) -> None:
-    """Wait until so many more chunks of a request are written, or it has ended, without reading them."""
+    """Wait until this number of further chunks of a request is written, or the request has ended. Reads none
+    of them."""
     key = KEYS.result(name)
     count = stack.redis.llen(key) + more
     wait_until(
