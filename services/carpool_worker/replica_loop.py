@@ -55,7 +55,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         self._codec = codec
         self._source: Source[Item, Any] = source
         self._draining = False
-        self._is_set_aside = False  # an operator drains it, which may be undone
+        self._is_set_aside = False  # it drains, which may be undone
         self._fetches_last = False  # although it drains
         self._last_until_ms = 0  # as `fetch_last` was told
         self._drained = threading.Event()
@@ -290,7 +290,7 @@ class ReplicaLoop(ABC, Generic[Item]):
         return self._draining or self._is_set_aside
 
     def begin_drain(self) -> None:
-        """An operator drains it: fetch nothing more, until `end_drain`."""
+        """An operator drains it, or its worker is about to stop: fetch nothing more, until `end_drain`."""
         self._is_set_aside = True
 
     def end_drain(self) -> None:

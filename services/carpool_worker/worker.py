@@ -448,7 +448,7 @@ class Worker:
         """Take no new batches, finish what is in hand, stop. Returns whether all was committed in time."""
         self._draining = True
         until_s = time.monotonic() + within_s
-        self._take_the_last()
+        self._begin_drain()
         for replica in self._replicas:
             replica.drain()
         if self._heartbeats:
@@ -478,21 +478,17 @@ class Worker:
         self._log.info("worker stopped", worker=self._name, clean=clean)
         return clean
 
-    def _take_the_last(self) -> None:
-        """Tell the batcher that no replica is to get another batch. If they are the last of their model, they
-        take what was dispatched before it knew: it would wait for the next worker. So none of them may end
-        before that is known, although it fetches nothing more and has nothing in hand."""
-        replicas = [
-            one for one in self._replicas if not isinstance(one, BoundReplica)
-        ]  # they tell it themselves
+    def _begin_drain(self) -> None:
+        """No replica fetches anything more, and the batcher is told so. If they are the last of their model,
+        they take what was dispatched before it knew, because that would wait for the next worker. Until that
+        is known no replica may end, although it has nothing in hand."""
+        replicas = [replica for replica in self._replicas if not replica.marks_its_drain]
         for replica in replicas:
             replica.begin_drain()
         others = 1
-        for replica in replicas:
+        for replica in replicas:  # all of this worker drain when the last one was told
             with contextlib.suppress(UnavailableError, CommandError):
-                others = self._store.drain(
-                    replica.name
-                )  # all of this worker drain when the last one was told
+                others = self._store.drain(replica.name)
         if others == 0:
             until_ms = self._clock.now_us() // 1000 + LAST_BATCH_MS
             for replica in replicas:
